@@ -53,6 +53,9 @@ class TrainOptions:
     markov: int = opt.shown(
         0, min=0, help="parallel: rank of a head that corrects a draft by the token before (32). Not in PARD folders."
     )
+    markov_only: bool = opt.shown(
+        False, "--markov-only", help="parallel: train nothing but that head; what --start has stays as it is."
+    )
     optimizer: str = opt.shown(
         "adam", help="adam, or muon for the matrices of a block's layers (and of --full): more is learnt in a step."
     )

@@ -51,7 +51,7 @@ class DraftNetwork(DenseModel):
         """`rank`: of the changes; None: all matrices of the layers are trained as they are. `rounds`: changed matrices
         are rounded as the engine rounds those of a quantised draft, so that training makes up for it."""
         super().__init__(config, weights)
-        self.rounds = rounds
+        self.rounds, self.frozen = rounds, False
         generator = torch.Generator().manual_seed(seed)
         self.low_rank: dict[str, tuple[Tensor, Tensor]] = {}
         self.whole: dict[str, Tensor] = {}
@@ -80,6 +80,8 @@ class DraftNetwork(DenseModel):
         return cls(checkpoint.config, plain.weights, mask_token, rank, seed, checkpoint.quantised)
 
     def parameters(self) -> list[Tensor]:
+        if self.frozen:
+            return self.quick()
         changes = (t for pair in self.low_rank.values() for t in pair)
         return [self.mask, *changes, *self.whole.values(), *self.quick()]
 
@@ -92,6 +94,13 @@ class DraftNetwork(DenseModel):
         columns, draw = len(self.ids), torch.Generator().manual_seed(seed)
         self.previous = (torch.randn(columns, rank, generator=draw) * MARKOV_SPREAD).to(self.device).requires_grad_()
         self.learned = torch.zeros(columns + self.extra_columns, rank, device=self.device, requires_grad=True)
+
+    @torch.no_grad()
+    def freeze(self) -> None:
+        """Nothing but the Markov head is trained from now on: changed matrices are made once."""
+        for name in self.low_rank:
+            self.weights[name] = self._changed(name, self.weights[name].dtype)
+        self.frozen = True
 
     def quick(self) -> list[Tensor]:
         """Each of their rows is met in few steps."""
@@ -128,12 +137,17 @@ class DraftNetwork(DenseModel):
         name = f"layers.{i}.{part}"
         if name in self.whole:
             return F.linear(x, self.whole[name].to(x.dtype), self.weights.get(f"{name}_bias"))
-        a, b = self.low_rank[name]
         # One product with the changed matrix: two thin products more would read and write every row twice.
-        changed = self.weights[name] + (SCALE * b).to(x.dtype) @ a.to(x.dtype)
+        changed = self.weights[name] if self.frozen else self._changed(name, x.dtype)
+        return F.linear(x, changed, self.weights.get(f"{name}_bias"))
+
+    def _changed(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A matrix with its changes."""
+        a, b = self.low_rank[name]
+        changed = self.weights[name] + (SCALE * b).to(dtype) @ a.to(dtype)
         if self.rounds:  # the gradient goes through as if it were not rounded
             changed = changed + (in_five_bits(changed.detach()) - changed.detach())
-        return F.linear(x, changed, self.weights.get(f"{name}_bias"))
+        return changed
 
     def layout(self, length: int, tokens: int, generator: torch.Generator) -> RowLayout:
         window = next((w for w in self.config.windows if w is not None), None)
@@ -147,7 +161,13 @@ class DraftNetwork(DenseModel):
         """It has none."""
 
     def rows(self, tokens: Tensor, teaching: Teaching, layout: RowLayout) -> Tensor:
-        """Normed last hidden states [B, rows, hidden] of windows [B, length] and their masks."""
+        """Normed last hidden states [B, rows, hidden] of windows [B, length] and their masks, and what the Markov head
+        reads beside them."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            x = self._states(tokens, layout)
+        return x if self.previous is None else torch.cat((x, self._before(tokens, layout, x.dtype)), -1)
+
+    def _states(self, tokens: Tensor, layout: RowLayout) -> Tensor:
         x, positions = self.embed_tokens(tokens), layout.positions
         masks = (self.mask * self.config.embed_scale).to(x.dtype).expand(len(tokens), len(layout.anchors), -1)
         x = torch.cat((x, masks), 1)
@@ -156,8 +176,7 @@ class DraftNetwork(DenseModel):
             q, k, v = self.project(x, i)
             q, k = self.rotate(q, positions, i), self.rotate(k, positions, i)
             x = self.finish_layer(x, self._attend(q, k, v, hidden, layout), i)
-        x = self._norm(x, "final_norm")
-        return x if self.previous is None else torch.cat((x, self._before(tokens, layout, x.dtype)), -1)
+        return self._norm(x, "final_norm")
 
     def _before(self, tokens: Tensor, layout: RowLayout, dtype: torch.dtype) -> Tensor:
         """[B, rows, r] of the token at each row's position; zeros for the text's own rows and for rare tokens."""

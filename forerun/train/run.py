@@ -140,6 +140,8 @@ class ParallelRun:
     def _opened_start(self) -> DrafterFile | None:
         """The drafter whose training goes on: of the same two models, and small enough to go into the changes."""
         if self.job.start is None:
+            if self.settings.markov_only:
+                raise BadRequest("training: markov_only goes on from a trained drafter", "name it: --start FILE")
             return None
         found = DrafterFile.load(self.job.start)
         found.check(self.target, self.draft)
@@ -161,13 +163,17 @@ class ParallelRun:
             made.add_markov(s.markov, s.seed)
         if self.start is not None:
             made.go_on_from(self.start.low_rank, self.start.mask, self.start.markov)
+        if s.markov_only:
+            made.freeze()
         return made
 
     def made(self, network: DraftNetwork, facts: dict[str, Any]) -> DrafterFile | WholeDraft:
         names = {"target": _name(self.job.target, self.target), "draft": _name(str(self.job.draft), self.draft)}
-        parallel, mask = ParallelDrafting(self.mask, self.settings.tokens), network.mask.detach().cpu()
+        parallel, mask, changes = ParallelDrafting(self.mask, self.settings.tokens), network.mask, network.changes()
+        if self.settings.markov_only and self.start is not None:  # to the bit: profiles know the draft by its changes
+            mask, changes = self.start.mask, self.start.low_rank
         whole = {name: value.detach().cpu() for name, value in network.whole.items()}
-        made = DrafterFile("parallel", *self.prints, names, parallel, network.changes(), mask, facts, whole=whole)
+        made = DrafterFile("parallel", *self.prints, names, parallel, changes, mask.detach().cpu(), facts, whole=whole)
         made.markov = network.markov()
         return WholeDraft(self.draft, made) if whole else made
 

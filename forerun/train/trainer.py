@@ -76,6 +76,7 @@ class TrainSettings:
     tokens: int = 10  # drafted in one forward
     rank: int = 32  # of the changes to a draft's matrices; of a block's Markov head
     markov: int = 0  # rank of a Markov head beside a draft's masks; 0: none. A block's is `rank`
+    markov_only: bool = False  # what is started from stays as it is, and gets a Markov head
     full: bool = False  # train a draft's matrices themselves, not changes of low rank
     layers: int = 1  # of a block
     reuse: str = "hidden"  # what a block reads of the tokens before it: hidden states, the target's K/V, or both
@@ -106,6 +107,8 @@ class TrainSettings:
             raise BadRequest(f"training: reuse is {self.reuse!r}", f"use one of {', '.join(REUSES)}")
         if self.markov and (self.full or self.kind != "parallel"):
             raise BadRequest("training: markov is for changes to a draft model", "leave it out, or leave full out")
+        if self.markov_only and not self.markov:
+            raise BadRequest("training: markov_only without a Markov head trains nothing", "give markov, its rank")
         if self.bits not in (5, 8):
             raise BadRequest(f"training: bits is {self.bits}", "use 5 or 8")
         if self.optimizer not in OPTIMIZERS:

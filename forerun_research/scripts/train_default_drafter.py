@@ -40,7 +40,7 @@ RATES = {"block": 8e-4, "heads": 1e-3, "parallel": 4e-4}
 SAVING_S = 12.0  # of the whole time, for the file
 MAX_PACKAGED_BYTES, MAX_ARTIFACT_BYTES = 12_000_000, 50_000_000  # of a file in the wheel, and under artifacts/
 SIZES = (
-    *("tokens", "rank", "markov", "layers", "vocab", "batch_tokens", "window", "long_window"),
+    *("tokens", "rank", "markov", "markov_only", "layers", "vocab", "batch_tokens", "window", "long_window"),
     *("bits", "reuse", "state_norms", "state_input", "head_rank", "attention_window", "max_steps", "seed", "optimizer"),
 )
 
@@ -62,6 +62,7 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="drafted in one pass; default 5, with --draft 12")
     parser.add_argument("--rank", type=int, help="of a block's Markov head, default 32; of a draft's changes, 64")
     parser.add_argument("--markov", type=int, default=known.markov, help="rank of a draft's Markov head; 0: none")
+    parser.add_argument("--markov-only", action="store_true", help="train nothing but that head, beside --start")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocab", type=int, default=12_288)
     parser.add_argument("--rate", type=float, help="of Adam, at its highest")

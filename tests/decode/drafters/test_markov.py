@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,16 @@ from forerun import LLM, BadRequest, Speculation
 from forerun.checks.lossless.forced_drafting import all_drafts_verified
 from forerun.decode.drafters.best_first import likeliest
 from forerun.decode.drafters.markov import MarkovHead, MarkovMarginals
-from forerun.models.formats.adapter import DrafterFile
+from forerun.models.formats.adapter import AdaptedCheckpoint, DrafterFile
+from forerun.models.formats.checkpoint import open_checkpoint
+from forerun.prefill.calibration.dense import DenseModel
 from forerun.train.run import ParallelRun, TrainJob
 from forerun.train.trainer import TrainSettings
 from tests import tiny
 from tests.train.test_training import drafter_file, network
 
 VOCAB, RANK, DEPTH, KEPT = 40, 3, 4, 6
+CPU = torch.device("cpu")
 
 
 def test_candidates_have_the_probabilities_of_both_together():
@@ -73,6 +77,22 @@ def test_a_file_carries_the_head_and_answers_stay_plain(pair: tuple[Path, Path],
     job = TrainJob(str(pair[0]), str(pair[1]), tmp_path / "more.safetensors", answers=1, start=path)
     with pytest.raises(BadRequest, match="Markov head of rank 3"):
         ParallelRun(job, TrainSettings(rank=64))
+    made.markov = None
+    made.save(path)
+    run = ParallelRun(job, TrainSettings(rank=6, markov=2, markov_only=True))
+    learnt = run.network(DenseModel.from_checkpoint(run.target, CPU, torch.float32, quiet=True), np.zeros(0))
+    assert learnt.learned is not None and len(learnt.parameters()) == 2
+    learnt.learned.data.normal_()
+    with_head, before = run.made(learnt, {}), DrafterFile.load(path)
+    assert isinstance(with_head, DrafterFile) and with_head.markov is not None
+    with_head.save(path)
+    draft = open_checkpoint(pair[1])
+    prints = {AdaptedCheckpoint(draft, each).hash_parts() for each in (before, with_head, DrafterFile.load(path))}
+    assert len(prints) == 1  # profiles that were made with the draft as it was are still found
+    with pytest.raises(BadRequest, match="goes on from a trained drafter"):
+        ParallelRun(replace(job, start=None), TrainSettings(rank=6, markov=2, markov_only=True))
+    with pytest.raises(BadRequest, match="trains nothing"):
+        TrainSettings(markov_only=True)
     with pytest.raises(BadRequest, match="markov is for changes"):
         TrainSettings(markov=4, full=True)
 
@@ -89,5 +109,11 @@ def test_training_learns_it_for_masks_alone(pair: tuple[Path, Path]):
     assert not rows[:, :24, -RANK:].any()
     masks = rows[0, 24:, -RANK:]
     torch.testing.assert_close(masks, made.previous[tokens[0, layout.positions[24:]]])
+    made.freeze()
+    again = made.rows(tokens, None, layout)  # type: ignore[arg-type]
+    torch.testing.assert_close(again, rows)
+    again.sum().backward()
+    assert made.parameters() == made.quick() and made.previous.grad is not None and made.mask.grad is None
+    assert all(a.grad is None and b.grad is None for a, b in made.low_rank.values())
     saved = made.markov()
     assert saved is not None and saved[0].shape == saved[1].shape == (520, RANK)
