@@ -44,7 +44,7 @@ def quarter(lengths: list[int], number: int) -> float:
 
 def decode(args: argparse.Namespace, adapt: bool) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    spec = Speculation(args.drafter, nodes=args.nodes, depth=min(args.depth, args.nodes))
+    spec = Speculation("+".join((args.drafter, *args.beside)), nodes=args.nodes, depth=min(args.depth, args.nodes))
     options: dict[str, Any] = {"temperature": args.temperature, "top_p": 0.95} if args.temperature else {}
     with LLM(
         args.target, draft_model=args.draft_model, adapt=adapt, max_model_len=args.tokens + 512, quiet=True
@@ -106,6 +106,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--depth", type=int, default=5)
     parser.add_argument("--temperature", type=float, default=0.9, help="0: greedy; small models then repeat themselves")
     parser.add_argument("--learn", choices=("both", "habits", "adapter"), default="both", help="one part of it alone")
+    parser.add_argument("--beside", nargs="*", default=[], help="free drafters that draft as well: lookup suffix")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(given)
