@@ -243,8 +243,8 @@ class BlockNetwork(DenseModel):
         }
         tensors = {name: value.detach().cpu().clone() for name, value in self.trained.items()}
         if self.settings.bits == 5:
-            layers = (name for name, value in tensors.items() if name.startswith("layers.") and value.ndim == 2)
-            tensors |= {name: in_five_bits(tensors[name]) for name in list(layers)}
+            matrices = [name for name, value in tensors.items() if name.startswith("layers.") and value.ndim == 2]
+            tensors |= {name: in_five_bits(tensors[name]) for name in matrices}
         own, markov = tensors.pop("head").split((self.settings.head_rank, self.settings.rank), 1)
         tensors["markov_head.markov_w2.weight"] = markov.clone()
         if self.settings.head_rank:

@@ -16,6 +16,11 @@
 #define LONG_CHUNKS 4          /* that a thread has at least, of a small matrix */
 #define PROMPT_ROWS 32         /* more rows: compute counts, not reading; a chunk is PROMPT_GROUPS of weight rows */
 #define PROMPT_GROUPS 4
+/* Values of activations that one thread prepares sooner than several agree to: some microseconds. A gate takes longer. */
+#ifndef SERIAL_VALUES
+#define SERIAL_VALUES (16 << 10)
+#endif
+#define GATED_WORK 4
 
 /* What the rows of a product come from: x, rms_norm(x), or act(gate) * up for x = [gate, up]. */
 typedef struct { const float *x; int64_t stride; const float *norm; float eps; int gate; } Input;
@@ -114,7 +119,7 @@ static void product(const Matrix *m, Input in, int64_t count, const float *add, 
     uint8_t *prepared = arena_take(bytes_of[0] + bytes_of[1] + bytes_of[2], &arena);
     for (int i = 0; i < 3; prepared += bytes_of[i++])
         if (bytes_of[i]) c.prepared[i] = prepared;
-    if (count < 4)
+    if (count < 4 || count * cols * (in.gate ? GATED_WORK : 1) < SERIAL_VALUES)
         for (int64_t t = 0; t < count; t++) prepare_chunk(&c, t, 0);
     else
         pool_run(&(Job){prepare_chunk, 0, &c, sizeof c, 0, count});
