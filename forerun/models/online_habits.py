@@ -44,7 +44,7 @@ class Said(Protocol):
 
 
 @dataclass
-class _Pass:
+class _HeldPass:
     """Of one sequence: what a pass said of the positions from `length` on."""
 
     length: int
@@ -57,7 +57,7 @@ class OnlineHabits:
         self.learning = learning
         self._followers: dict[tuple[int, ...], dict[int, int]] = {}
         self._weights: dict[Bucket, tuple[float, float]] = {}  # and how many observations it stands on
-        self._passes: dict[int, _Pass] = {}
+        self._passes: dict[int, _HeldPass] = {}
         self._read: dict[int, int] = {}  # by sequence: tokens that are counted
         self.gain = 0.0  # likeliest tokens that were right with habits, less those without; recent ones count most
         self.stats = {"seen": 0, "right": 0, "right_without": 0}
@@ -95,7 +95,7 @@ class OnlineHabits:
         if not self.learning:
             return
         self._learn(seq_id, tokens)
-        self._passes[seq_id] = _Pass(len(tokens), said)
+        self._passes[seq_id] = _HeldPass(len(tokens), said)
 
     def finish(self, seq_id: int, tokens: list[int]) -> None:
         if seq_id in self._passes:
