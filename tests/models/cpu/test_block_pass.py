@@ -27,15 +27,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Pat
     target = tiny.write_gguf(
         folder / "target.gguf", tiny.write_folder(folder / "target", "llama", vocab_size=520), kind="Q8_0"
     )
-    drafters = {name: folder / f"{name}.safetensors" for name in ("state-input", "block", "kv")}
+    names = ("state-input", "five-bits", "block", "kv")
+    drafters = {name: folder / f"{name}.safetensors" for name in names}
     for name, path in drafters.items():
         trained(target, name).save(path)
     return target, drafters
 
 
-@pytest.fixture(scope="module")
-def llm(files: tuple[Path, dict[str, Path]]) -> Iterator[LLM]:
-    with LLM(files[0], draft_model=files[1]["state-input"], **OPTIONS) as opened:
+@pytest.fixture(scope="module", params=["state-input", "five-bits"])
+def llm(files: tuple[Path, dict[str, Path]], request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(files[0], draft_model=files[1][request.param], **OPTIONS) as opened:
         yield opened
 
 
