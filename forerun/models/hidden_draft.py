@@ -35,8 +35,8 @@ from forerun.models.online_adapter import OnlineAdapter
 from forerun.models.online_habits import OnlineHabits
 
 BLOCK_COLUMNS = 32  # values of a block: matrices whose rows are no multiple stay in float32
-# Of a drafter's matrices beside a target of packed blocks; layers may be trained for 5. All in 5 where they were trained for
-# 8: 2.01 tokens a round in place of 2.12 for 0.11 ms of 7 (SmolLM2, 3 nodes)
+# Of a drafter's matrices beside a target of packed blocks; layers may be trained for 5. In 5 where they were trained
+# for 8: 2.01 tokens a round in place of 2.12, for 0.11 ms of 7 (SmolLM2, 3 nodes)
 DRAFT_BITS = 8
 ODDS_RANGE = (1e-4, 1.0 - 1e-4)  # of a probability whose odds a confidence head reads, as in training
 KEPT_EMBEDDINGS = 2048  # rows of the embedding: 5 MB of 576 values each
