@@ -86,6 +86,7 @@ def test_a_drafter_without_a_draft_model(world: Path, tmp_path: Path, kind: str,
         again = HiddenDrafterWeights.load(tmp_path / "folder")
         # what the package does not know
         own = {"reuse": "hidden", "fc_norm": False, "head_rank": 0, "state_input": False, "confidence_odds": False}
+        own["bits"] = 8
         assert again.config | own == HiddenDrafterWeights.load(out).config and again.tokens == 3
 
 
