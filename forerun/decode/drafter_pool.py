@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from array import array
-from forerun.decode.control.controller import Controller, PaidPlan, RequestStats
-from forerun.decode.control.cost import PROBED_STEPS, TIMED_CONTEXTS, TIMED_TOKENS, CostCurve, Slowdown
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import torch
