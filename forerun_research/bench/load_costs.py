@@ -23,7 +23,8 @@ from forerun_research.bench.load_targets import LoadTarget, ReplayedAnswer
 from forerun_research.bench.load_trace import TraceRequest, TraceTexts
 
 ROWS = 16  # answers of a replica that are timed together
-ANSWER_TOKENS, ROW_TOKENS = 48, 96  # of an answer alone, and of those timed together, whose beginnings are left out
+# Of an answer alone, and of those timed together: long enough that all of them decode at once after their prompts
+ANSWER_TOKENS, ROW_TOKENS = 48, 160
 # Tokens of a document that a question begins with; the first decide its replica
 BRIEF, MIDDLE, WHOLE = 320, 832, 2368
 TRIES = 3

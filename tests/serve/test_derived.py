@@ -78,7 +78,7 @@ def test_speculation_has_its_old_name_until_the_next_release():
         ({"forerun": {"prefill": {"mode": "speculative", "budget": 0}}}, "budget is 0"),
         ({"forerun": {"speculation": {"nodes": 513}}}, "nodes is 513"),
         ({"forerun": {"top_k": -2}}, "top_k is -2"),
-        ({"top_p": 0}, "top_p is 0"),
+        ({"top_p": -0.5}, "top_p is -0.5"),
     ],
 )
 def test_limits_are_checked_in_the_dataclass(served: Running, change: dict[str, Any], words: str):

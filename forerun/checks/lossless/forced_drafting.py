@@ -37,6 +37,10 @@ class VerifyAllDrafts(Controller):
     def should_draft(self, *given: Any) -> bool:
         return super().should_draft(*given) or True
 
+    def idle_s(self, stats: list[RequestStats], context: int) -> float:
+        super().idle_s(stats, context)
+        return math.inf
+
     def should_leave(self, batch: DraftedBatch) -> bool:
         return True
 

@@ -384,12 +384,10 @@ class Controller(Waiting):
                 for s in stats if free.size == sequences and not waiting else ():
                     s.own[drafter].skip_until = s.tokens + max(PAID_PAUSE_TOKENS, int(PAID_PAUSE_SHARE * s.tokens))
                 return None
-        rounds = [depths.rounds.get(i, 0) for i in range(sequences)]
         alone = MAX_ROUNDS if sequences == 1 and block == 1 and sure.rounds else 0
         # Alone the drafter's own probabilities say how deep to go; in a batch one that went on would pay for a round.
-        rounds = [min(limits[i], max(n, alone)) if n else 0 for i, n in enumerate(rounds)]
-        active = sum(n > 0 for n in rounds)
-        stop = []
+        rounds = [min(limits[i], max(n, alone)) if (n := depths.rounds.get(i, 0)) else 0 for i in range(sequences)]
+        active, stop = sum(n > 0 for n in rounds), []
         for s, n in zip(stats, rounds, strict=True):
             mean = record.by_depth(s.kind, s.own[drafter], MAX_ROUNDS, 0.0) if n and block == 1 else []
             stop.append(min_path_probs(self.target, curve, active, context, mean, depths.rate) if mean else [])

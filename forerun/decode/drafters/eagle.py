@@ -37,7 +37,7 @@ class _ShiftedRequest(DraftRequest):
 class EagleRunner:
     """Rows with the vectors before them: the target's for tokens of the sequence, its own for nodes of a draft."""
 
-    can_chain = False
+    can_chain, decoding_rows = False, None
 
     def __init__(self, ctx: DraftContext, model: EagleModel) -> None:
         assert ctx.runner.features is not None and ctx.hidden_kv is not None

@@ -63,6 +63,8 @@ class Section:
                 file.readline()  # this line began in the section before
             while file.tell() < self.end:
                 line = file.readline()
+                if not line:
+                    return  # the file ends before the section does
                 if not line.strip():
                     continue
                 document = _document(line)
