@@ -82,11 +82,7 @@ class Vocabulary:
         self.tokens = [tokenizer.token_bytes(i) for i in range(padded)]  # as in the text that is returned
         self.special_token_ids = sorted(tokenizer.special_ids | self.end_ids)
         ll = _llguidance()
-        wrapped = ll.TokenizerWrapper(self)
-        try:
-            self.backend: LLTokenizer = ll.LLTokenizer(wrapped, eos_token=sorted(self.end_ids))
-        except TypeError:  # llguidance up to 1.6 knows one token that ends an answer
-            self.backend = ll.LLTokenizer(wrapped, eos_token=self.eos_token_id)
+        self.backend: LLTokenizer = ll.LLTokenizer(ll.TokenizerWrapper(self), eos_token=sorted(self.end_ids))
         ids = np.arange(padded)
         self.ends = self.mask(np.isin(ids, list(self.end_ids)))
         named = np.array([text != b"" for text in self.tokens])
