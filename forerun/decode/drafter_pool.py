@@ -65,6 +65,7 @@ class DraftTask:
     spec_state: SpeculationState
     pages: array[int]
     max_nodes: int  # that can become part of the answer and have room
+    device_rows: int = 0  # of it in a launch, where a device can draft for it without the host
     draft: Draft = field(default_factory=Draft)
     candidates: list[Draft] = field(default_factory=list)  # with calibrated probabilities, to be merged into `draft`
 
@@ -101,6 +102,10 @@ class DrafterPool:
         self.ctx, self.controller = ctx, controller
         self._drafters: dict[str, Drafter] = {}
         self._warned: set[str] = set()
+
+    def made(self, name: str) -> Drafter | None:
+        """The drafter of this name, where a request has named it."""
+        return self._drafters.get(name)
 
     def __getitem__(self, name: str) -> Drafter:
         return self._drafters[name]

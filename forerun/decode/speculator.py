@@ -117,38 +117,42 @@ class Speculator:
         beside the step in flight, as far as the host would else wait for it; in large batches sequences take turns.
         For one sequence paid ones are planned for whether it waits or not, which is rare where they do not pay; for
         a batch that takes as many times as long."""
-        start, context = time.perf_counter(), _mean_context(tasks)
+        start, context = time.perf_counter(), mean_context(tasks)
         fixed = any(task.spec_state.fixed_depth for task in tasks)
         idle_s = self.controller.idle_s([task.spec_state.stats for task in tasks], context)
-        if not idle_s and not fixed and len(tasks) > 1:  # nothing could be drafted beside it
+        if not idle_s and not fixed and len(tasks) > 1 and not on_device_rows(tasks):  # nothing could be drafted
             self._left = self.controller.record_plain(context, "the host has no time for drafts beside a step")
             return False
         end, first = start + idle_s, self._turn % len(tasks)
-        for task in [*tasks[first:], *tasks[:first]]:
-            self._open_step(task.spec_state)
-            if task.max_nodes > 0 and not task.spec_state.sampled and time.perf_counter() < end:
-                self._run_free([task], beside=True)
-                task.spec_state.beside_at = len(task.spec_state.context.tokens)
+        self.draft_beside([*tasks[first:], *tasks[:first]], end)
         with_room = [task for task in tasks if task.max_nodes > 0]
-        self._merge(with_room)
         for task in with_room:
             task.draft = tree.below_likeliest(task.draft)
         pays = fixed
         for drafter, own in self._by_drafter(with_room, free=False):
-            in_time = len(tasks) == 1 or time.perf_counter() < end
-            pays = pays or (in_time and self._plan(drafter, own, context, 0.0) is not None)
+            in_time = len(tasks) == 1 or on_device_rows(tasks) or time.perf_counter() < end
+            pays = pays or bool(in_time and self._plan(drafter, own, context, 0.0) is not None)
         self._left = not pays and self.controller.should_leave(_drafted_batch(tasks, context, 0.0))
         self._beside_s = time.perf_counter() - start
         return pays or self._left
+
+    def draft_beside(self, tasks: list[DraftTask], end: float = math.inf) -> None:
+        """Free drafters run beside the step in flight until this time, and their drafts are merged."""
+        for task in tasks:
+            self._open_step(task.spec_state)
+            if task.max_nodes > 0 and not task.spec_state.sampled and time.perf_counter() < end:
+                self._run_free([task], beside=True)
+                task.spec_state.beside_at = len(task.spec_state.context.tokens)
+        self._merge([task for task in tasks if task.max_nodes > 0])
 
     def _open_step(self, state: SpeculationState) -> None:
         state.drafts, state.free_run_s, state.beside, state.beside_at = [], {}, [], -1
         self._refine_kind(state)
 
-    def draft(self, tasks: list[DraftTask]) -> None:
-        """Give each task a draft, which may be empty."""
+    def draft(self, tasks: list[DraftTask]) -> PaidPlan | None:
+        """Give each task a draft, which may be empty; or none, and the plan of steps that draft on the device."""
         start = time.perf_counter()
-        context = _mean_context(tasks)
+        context = mean_context(tasks)
         with_room = [task for task in tasks if task.max_nodes > 0]
         fresh = [task for task in with_room if not self._take_beside(task)]
         for task in tasks:
@@ -158,6 +162,10 @@ class Speculator:
         self._run_free(fresh)
         self._left = False
         self._merge(with_room)
+        if len(with_room) == len(tasks) and (plan := self.plan_on_device(tasks, time.perf_counter() - start)):
+            for task in tasks:
+                task.draft = Draft()
+            return plan
         before = time.perf_counter()
         forwards_s = self._run_paid(with_room, context, start)
         self._select(tasks, context, time.perf_counter() - start)
@@ -167,6 +175,21 @@ class Speculator:
         self.totals.draft_s += seconds
         for task in tasks:
             task.spec_state.usage.draft_s += seconds
+        return None
+
+    def plan_on_device(self, tasks: list[DraftTask], spent_s: float = 0.0, margin: float = 1.0) -> PaidPlan | None:
+        """The plan of steps that draft without the host, where these can and that beats plain decoding and, by this
+        margin, the drafts that the tasks have."""
+        if not on_device_rows(tasks):
+            return None
+        context = mean_context(tasks)
+        ((drafter, own),) = self._by_drafter(tasks, free=False)
+        plan = self._plan(drafter, own, context, 0.0)
+        if plan is None or len(own) < len(tasks) or not all(plan.rounds):
+            return None
+        return (
+            plan if self.controller.free_rate(_drafted_batch(tasks, context, spent_s)) <= margin * plan.rate else None
+        )
 
     def _take_beside(self, task: DraftTask) -> bool:
         """What free drafters drafted beside the step whose token has just come, as far as that token agrees: they need
@@ -294,14 +317,15 @@ class Speculator:
             curve = self.controller.drafters[drafter.name]
             catch_up = [self.drafter_pool.catch_up_tokens(drafter, task) for task in tasks]
             unread = [tokens if tokens > drafter.max_unread_tokens else 0 for tokens in catch_up]
-            alone = tasks[0] if len(tasks) == 1 and not unread[0] and not len(tasks[0].draft) else None
+            rows = on_device_rows(tasks)
+            alone = tasks[0] if len(tasks) == 1 and not unread[0] and (rows or not len(tasks[0].draft)) else None
             if alone is not None and (held := alone.held_plan(drafter.name)) is not None:
                 return held
 
             def read_s(tokens: int) -> float:
                 return curve.start_factor * curve.seconds(tokens) if tokens else 0.0
 
-            batch = _drafted_batch(tasks, context, spent_s)
+            batch = _drafted_batch(tasks, context, spent_s, rows)
             plan = self.controller.plan_rounds(batch, drafter.name, [read_s(tokens) for tokens in unread])
             if plan is not None:
                 plan.start_s = [read_s(min(tokens, MAX_CATCH_UP_TOKENS)) for tokens in unread]
@@ -376,7 +400,7 @@ class Speculator:
         spec_state.usage.lengths.append(len(path))
         spec_state.usage.plain_s, why = stats.plain_s, self.controller.last_why
         spec_state.usage.decisions[why] = spec_state.usage.decisions.get(why, 0) + 1
-        self._resolve_beside(spec_state, len(emitted))
+        self.resolve_beside(spec_state, len(emitted))
         if not spec_state.free_run_s and not spec_state.drafts and not len(draft):
             return
         for usage in (spec_state.usage, self.totals):
@@ -403,7 +427,7 @@ class Speculator:
             self.controller.record_draft(stats, each, emitted, len(path))
         spec_state.drafts, spec_state.free_run_s = [], {}
 
-    def _resolve_beside(self, state: SpeculationState, new: int) -> None:
+    def resolve_beside(self, state: SpeculationState, new: int) -> None:
         """Learn from drafts that were made beside steps in flight, once a token refutes them or all of theirs came; the
         next ones are followed from then on, as tokens that several predicted are one outcome."""
         if not state.followed and state.beside and state.beside_at + new == len(state.context.tokens):
@@ -430,10 +454,17 @@ class Speculator:
         return {**counted, "drafters": by_drafter, "figures": beside, "control": self.controller.stats()}
 
 
-def _mean_context(tasks: list[DraftTask]) -> int:
+def mean_context(tasks: list[DraftTask]) -> int:
     return sum(len(task.spec_state.context.tokens) for task in tasks) // len(tasks)
 
 
-def _drafted_batch(tasks: list[DraftTask], context: int, spent_s: float) -> DraftedBatch:
-    stats, drafts = [task.spec_state.stats for task in tasks], [task.draft for task in tasks]
-    return DraftedBatch(stats, drafts, [task.max_nodes for task in tasks], context, spent_s)
+def on_device_rows(tasks: list[DraftTask]) -> int:
+    """Of each sequence in a launch, where all of these can draft without the host; else 0."""
+    return min((task.device_rows for task in tasks), default=0)
+
+
+def _drafted_batch(tasks: list[DraftTask], context: int, spent_s: float, rows: int = 0) -> DraftedBatch:
+    """`rows`: as steps on the device see it, without the drafts."""
+    drafts = [Draft() if rows else task.draft for task in tasks]
+    limits = [task.max_nodes for task in tasks]
+    return DraftedBatch([task.spec_state.stats for task in tasks], drafts, limits, context, spent_s, rows)

@@ -19,12 +19,15 @@ from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
 from forerun.cache.tiers import Tiers
 from forerun.core import Draft, SamplingParams, Usage, Verdict
+from forerun.core.drafted import DraftedTokens
 from forerun.decode.control.controller import Controller
 from forerun.decode.draft_context import DraftContext, DraftModel
 from forerun.decode.drafter_pool import DraftTask
+from forerun.decode.drafting_ahead import DraftingAhead
 from forerun.decode.speculator import Speculator
 from forerun.decode.verify import StepOutput, VerifyInput, verify
 from forerun.engine.config import EngineConfig
+from forerun.engine.draft_ahead import DraftAhead
 from forerun.engine.intake import Intake
 from forerun.engine.leases import PageLeases
 from forerun.engine.output import OutputWriter
@@ -100,6 +103,8 @@ class Engine:
         self.max_length = min(config.max_model_len, config.capacity)  # of a prompt and its answer
         self._run_ahead = RunAhead(self.runner, self.scheduler, self.max_length, self._stays_plain)
         self._in_flight: StepInFlight | None = None
+        ahead = DraftingAhead(self.speculator), self.scheduler, self.max_length
+        self._draft_ahead = DraftAhead(*ahead, self._append_drafted, self.fail)
         self._last_read = 0.0  # when the tokens of a step that was launched ahead were read
         self._draft_next = False  # the coming step drafts: decided when it was not launched ahead
         self.output = OutputWriter(tokenizer, decoder.config.eos_ids, self.max_length, self.stats)
@@ -113,6 +118,8 @@ class Engine:
 
     def _step(self) -> bool:
         self.process_inbox()
+        if self._draft_ahead.step():
+            return True
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None and in_flight.live:
             return self._finish_step(in_flight)
@@ -125,6 +132,8 @@ class Engine:
         if any(s.verifies_provisional for s in batch):
             batch = draft_provisional(batch, self.scheduler, self.runner, self._max_nodes)
         self._draft_tokens(batch)  # for the sequences that decode with speculation
+        if self._draft_ahead.step():
+            return True
         in_flight = self._run_ahead.begin(batch) if self.runner.can_launch else None
         if in_flight is not None:
             return self._finish_step(in_flight)
@@ -171,7 +180,7 @@ class Engine:
             if seq.spec_state is not None:
                 useful = min(self._max_nodes(seq) - 1, seq.params.speculation.nodes, room)
                 tasks.append(DraftTask(seq.spec_state, seq.pages, max(0, useful)))
-        self._draft_next = bool(tasks) and self.speculator.should_leave(tasks)
+        self._draft_next = bool(tasks) and self.speculator.should_leave(self._draft_ahead.drafting.mark(tasks))
         return not self._draft_next
 
     def _draft_tokens(self, batch: list[ScheduledSequence]) -> None:
@@ -194,7 +203,10 @@ class Engine:
             useful = min(self._max_nodes(s.seq), s.seq.params.speculation.nodes, room)
             tasks.append(DraftTask(state, s.seq.pages, self.scheduler.reserve(s.seq, useful)))
         if any(task.max_nodes > 0 for task in tasks):
-            self.speculator.draft(tasks)
+            if launches:
+                self._draft_ahead.drafting.mark(tasks)
+            if (plan := self.speculator.draft(tasks)) is not None:
+                self._draft_ahead.begin([s.seq for s in speculating], plan)
             for s, task in zip(speculating, tasks, strict=True):
                 s.draft = task.draft
 
@@ -261,6 +273,18 @@ class Engine:
         if len(seq.pages) * self.pool.page_size >= len(seq.tokens) + self.pool.page_size:
             self.scheduler.trim(seq)
         self._send(seq.request, event)
+
+    def _append_drafted(self, seq: Sequence, result: DraftedTokens) -> None:
+        """The same of a step that drafted on the device."""
+        event, reason = self.output.append(seq, StepOutput(_NOTHING_ACCEPTED, result.tokens))
+        seq.computed = len(seq.tokens) - 1
+        seq.record_step(len(event.token_ids), result.nodes)
+        if seq.spec_state is not None:
+            self._draft_ahead.drafting.record(seq.spec_state, result, event.token_ids)
+        if reason is not None:
+            self._finish(seq, reason, event)
+        else:
+            self._send(seq.request, event)
 
     def _append(self, seq: Sequence, output: StepOutput, scheduled: ScheduledSequence) -> None:
         """The sampled tokens become part of the answer, up to where it ends."""

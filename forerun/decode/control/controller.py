@@ -34,8 +34,9 @@ from forerun.decode.control.acceptance import (
 )
 from forerun.decode.control.cost import MAX_ROUNDS, CostCurve, Slowdown
 from forerun.decode.control.decision import Decision, DraftedBatch, EndedStep, OpenStep, PaidPlan
-from forerun.decode.control.depth import DepthPlan, Depths, min_path_probs
+from forerun.decode.control.depth import DepthPlan, Depths, StepPlan, min_path_probs
 from forerun.decode.control.host import HostTime
+from forerun.decode.control.on_device import OnDevice
 from forerun.decode.control.selection import StepCosts
 from forerun.decode.control.waiting import Turn, Waiting
 
@@ -68,7 +69,7 @@ RECENT_DECISIONS = 256
 RECENT_DECAY = 0.9  # per step, of the rate that a drafter which has to read first must beat
 
 
-class Controller(Waiting):
+class Controller(Waiting, OnDevice):
     """Shared by all sequences of an engine. `drafters`: seconds of one round of each paid drafter."""
 
     def __init__(self, target: CostCurve, drafters: dict[str, CostCurve]) -> None:
@@ -349,6 +350,8 @@ class Controller(Waiting):
         costs = self._costs(sequences, batch.spent_s)
         free = self._selected(batch, costs)
         plan = DepthPlan(self.target, curve, context, free, costs.draft_s + costs.spent_s + self.host.paid(sequences))
+        if batch.on_device_rows:
+            plan = StepPlan(plan, self.on_device_s(drafter, sequences, context, batch.on_device_rows))
         block = curve.tokens_per_round
         deepest = block if block > 1 else MAX_ROUNDS if sequences <= 8 else 8 if sequences <= 32 else 4
         reach = [free.reach(draft, i) for i, draft in enumerate(drafts)]

@@ -36,6 +36,7 @@ class DraftedBatch:
     limits: list[int]  # the most nodes of each
     context: int  # mean
     spent_s: float = 0.0  # what drafting took in this step
+    on_device_rows: int = 0  # of each sequence in a launch, where the device drafts without the host; 0: it does not
 
 
 @dataclass(slots=True)

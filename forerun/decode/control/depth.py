@@ -123,6 +123,34 @@ class DepthPlan:
         return nodes
 
 
+class StepPlan(DepthPlan):
+    """The same where steps follow each other on a device: they draft as deep as they can, for all sequences, and take
+    what such steps take."""
+
+    def __init__(self, plan: DepthPlan, step_s: float) -> None:
+        super().__init__(plan.target, plan.rounds, plan.context, plan.free, plan.host_s)
+        self.step_s = step_s
+
+    def loss_s(self, probs: list[float], ratio: float = 1.0) -> float:
+        tokens, path = self.tokens, 1.0
+        for prob in probs:
+            path *= prob
+            tokens += path
+        return max(0.0, self.step_s - ratio * tokens / self.rate)
+
+    def _best_of(
+        self, rows: list[int], ahead: list[list[float]], reach: list[list[float]], limits: list[int]
+    ) -> Depths:
+        gains, depths = dict.fromkeys(rows, 0.0), dict.fromkeys(rows, 0)
+        for path, i, depth, _ in self._nodes(rows, ahead, reach, limits):
+            gains[i], depths[i] = gains[i] + path, max(depths[i], depth + 1)
+        tokens = self.tokens + sum(gains.values())
+        rate, plain_s = tokens / self.step_s, self.target.seconds(self.sequences, self.sequences, self.context)
+        if rate <= self.rate or len(rows) < self.sequences or not all(depths.values()):
+            return Depths({}, self.rate, 1.0, {})
+        return Depths(depths, rate, self.step_s / plain_s, gains)
+
+
 def min_path_probs(
     target: CostCurve, rounds: CostCurve, sequences: int, context: int, ahead: list[float], rate: float
 ) -> list[float]:

@@ -15,6 +15,7 @@ DRAFTED_EXTRA_S = 80e-6  # of a sequence with a draft, before any was timed: mer
 # Of a sequence that a paid drafter drafts for, before any was timed: planned, grown, merged, selected. One step later
 # it is known (0.3 to 0.5 ms beside an H200), and a first step that is not taken never is
 PAID_EXTRA_S = 50e-6
+ON_DEVICE_EXTRA_S = 50e-6  # of a drafted step without the host, beside its forwards, before any was timed
 MAX_IDLE_SHARE = 0.5  # of the host's idle time beside a step in flight that drafters may use: steps vary
 MIN_IDLE_S = 50e-6  # about one run of a free drafter
 
@@ -38,6 +39,14 @@ class HostTime:
         """Of the host beside a step that was launched ahead."""
         self._count(sequences, "hidden", busy_s)
         self._count(sequences, "idle", idle_s)
+
+    def observe_on_device(self, sequences: int, seconds: float) -> None:
+        """Of a step that drafted without the host: all of it."""
+        self._count(sequences, "on device", seconds)
+
+    def on_device(self, sequences: int, forwards_s: float) -> float:
+        """Of such a step; `forwards_s`: of its forwards, where none was timed."""
+        return self._known.get((sequences.bit_length(), "on device"), forwards_s + ON_DEVICE_EXTRA_S)
 
     def _count(self, sequences: int, what: str, seconds: float) -> None:
         key = sequences.bit_length(), what

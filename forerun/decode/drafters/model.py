@@ -114,14 +114,15 @@ class ModelDrafter(Drafter):
         state.run, state.valid = [], min(valid, len(request.tokens) - 1)
         return state
 
-    def _catch_up(self, request: DraftRequest) -> bool:
-        """Run all but the last few missing tokens; False where a long prompt needs another step."""
-        state, tokens = self._state(request), request.tokens
+    def _catch_up(self, request: DraftRequest, most: int = 0) -> bool:
+        """Run all but the last few missing tokens, `most` where that is given; False where a long prompt needs another
+        step."""
+        state, tokens, most = self._state(request), request.tokens, most or self.max_unread_tokens
         missing = len(tokens) - state.valid
         if self._short_head is not None:
             self._short_head.add_seen(tokens if state.fresh else tokens[state.valid :])
             state.fresh = False
-        if missing > self.max_unread_tokens:
+        if missing > most:
             count = min(missing - 1, MAX_CATCH_UP_TOKENS)
             half = self._draft_kv.partial_forward(request.seq_id, state.pages, state.valid)
             count = count if half is None else min(count, half.end - state.valid)
@@ -136,7 +137,7 @@ class ModelDrafter(Drafter):
                 lo = state.valid - half.first
                 self._runner.resume(span, half.x[lo : lo + count], half.layer)
             self._advance(state, state.valid + count)
-        return len(tokens) - state.valid <= self.max_unread_tokens
+        return len(tokens) - state.valid <= most
 
     def _advance(self, state: _State, valid: int) -> None:
         size = self._pool.page_size

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -418,6 +419,15 @@ class GraphRunner:
     def move(self, source: list[int], target: list[int]) -> None:
         """Enqueue the copy of K/V between slots, in all layers."""
         self._mover.move(source, target)
+
+    def launch_stack(self, rows: int) -> Stack | None:
+        """The one launch of at least so many rows; None where the decoder does not run so."""
+        return self._stack(rows)
+
+    @property
+    def graph_memory(self) -> Any:
+        """The memory pool that graphs share."""
+        return self._room().pool
 
     def _stack(self, count: int) -> Stack | None:
         """The decoder as one launch of so many rows, where it fits and can be compiled."""

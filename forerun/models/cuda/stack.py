@@ -28,7 +28,7 @@ from forerun.models.cuda.paged import LOG2_E, lanes_for
 from forerun.models.decoder import Decoder, TokenEmbeddings
 
 KERNEL_ROWS = (16, 32)  # of the kernels there are
-SOURCES = ("stack_base.cu", "stack_attend.cu", "stack.cu", "stack_main.cu")
+SOURCES = ("stack_batch.cu", "stack_base.cu", "stack_attend.cu", "stack.cu", "stack_main.cu")
 THREADS = 384
 CHUNK_WEIGHTS = 256  # weights of a row per stage of the ring
 STAGE_BYTES = 16 * (CHUNK_WEIGHTS * 2 + 16)

@@ -1,11 +1,6 @@
 // The instructions that the persistent decoder is made of, and how its programs wait for each other.
 // Compiled at run time without headers; the model's sizes are macros given on the command line, as is TOKENS: the rows of
-// activations, padded.
-
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+// activations, padded. stack_batch.cu comes before it.
 
 #define INF __int_as_float(0x7f800000)
 #define WARPS 8          // that multiply; PRODUCERS others fetch weights
@@ -158,20 +153,6 @@ struct Best {
     }
 };
 
-// What runs now, as the host lays it out (`layout` in stack.py). The pages of the sequences' entries lie behind it: page b
-// of sequence s at b * page_stride + s.
-struct Batch {
-    int rows, seqs, page_stride, steps;
-    int out, chosen_at;    // the row of `greedy` that the first step writes, and where its tokens go in `chosen`
-    u64 bits[TOKENS];      // bit j: the row sees entry kv_lens + j, beside those before `kv_lens`
-    int tokens[TOKENS];    // negative: what an earlier launch left at -1 - token of `chosen`
-    int positions[TOKENS];
-    int slot_mapping[TOKENS];     // where K/V goes; negative: nowhere
-    int kv_lens[TOKENS];
-    int room[TOKENS];      // entries of each sequence that have a page, and a position that the model knows
-    int cu_seqlens[TOKENS + 1];
-    float least[STEPS];    // a step follows only where a sequence's guesses so far are all right with this probability
-};
 static_assert(sizeof(Batch) == BATCH_BYTES, "the host lays it out otherwise");
 
 // What a launch is given; the same fields in the same order are in stack.py.

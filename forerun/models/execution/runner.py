@@ -23,6 +23,7 @@ from torch import Tensor
 from forerun.cache.pool import PagePool
 from forerun.core import KV, ROOT, HostBatch
 from forerun.core.batch import send
+from forerun.core.drafted import DraftedDevice
 from forerun.errors import OutOfPages
 from forerun.models.cpu.attention import PagedCpuAttention
 from forerun.models.decoder import AllLayersKV, Decoder, Output, RecomputePass, Taps, Watch, make_all_layers_kv
@@ -286,6 +287,17 @@ class Runner:
     def chains(self, spans: list[Span], depth: int, least: Seq[float]) -> Chains | None:
         """Greedy continuations of all spans in one launch; None where the device or the decoder cannot."""
         return None if self.graphs is None else self.graphs.chains(self.batch(spans), depth, least)
+
+    def drafted_steps(self, draft: Runner, mask: int, least: float) -> DraftedDevice | None:
+        """Steps with drafts of several tokens in one forward of this draft model, without the host between them; None
+        where no device does that. `mask`: its token for one to come; `least`: see `DraftedSteps`."""
+        if self.graphs is None or draft.graphs is None:
+            return None
+        from forerun.models.cuda.drafted_steps import DraftedSteps
+
+        if not DraftedSteps.can_run(self.graphs, draft.graphs):
+            return None
+        return DraftedSteps(self.graphs, draft.graphs, mask, self.decoder.config.vocab_size, least)
 
     def tail_attention(self, span: Span) -> np.ndarray | None:
         """How much the tokens of a span look at each entry of their sequence up to the last of them, [entries] float32:

@@ -1,0 +1,65 @@
+"""Steps that draft without the host: what they take, what free drafters would give in their place, what came of them.
+
+The decision itself is the same as for any paid drafter (`Controller.plan_rounds`). Knows no device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from forerun.decode.control.acceptance import Acceptance, RequestStats
+from forerun.decode.control.cost import CostCurve
+from forerun.decode.control.decision import Decision, DraftedBatch, EndedStep, PaidPlan
+from forerun.decode.control.host import HostTime
+from forerun.decode.control.selection import Selection, StepCosts
+
+
+class OnDevice:
+    """The controller's part for such steps."""
+
+    target: CostCurve
+    drafters: dict[str, CostCurve]
+    acceptance: Acceptance
+    host: HostTime
+    decisions: deque[Decision]
+    _ended: EndedStep | None
+    _read_at: float | None
+    _draft_s: float
+    _gained: bool
+
+    if TYPE_CHECKING:
+
+        def _plain_s(self, sequences: int, context: int) -> float: ...
+
+        def _costs(self, sequences: int, spent_s: float) -> StepCosts: ...
+
+        def _selected(self, batch: DraftedBatch, costs: StepCosts, doubt: bool = False) -> Selection: ...
+
+    def on_device_s(self, drafter: str, sequences: int, context: int, rows: int) -> float:
+        """Seconds of a step: as measured, before that of both models' forwards."""
+        count = rows * sequences
+        forwards_s = self.drafters[drafter].seconds(count, sequences, context)
+        return self.host.on_device(sequences, forwards_s + self.target.seconds(count, sequences, context))
+
+    def free_rate(self, batch: DraftedBatch) -> float:
+        """Tokens a second of the step in which the host has the free drafts of this batch verified; 0: none pays."""
+        found = self._selected(batch, self._costs(len(batch.stats), batch.spent_s))
+        return sum(found.gains) / found.seconds if found.size > len(batch.stats) else 0.0
+
+    def observe_on_device(
+        self, stats: list[RequestStats], plan: PaidPlan, context: int, seconds: float, first: bool
+    ) -> None:
+        """What a step took. The `first` of several also waited for what the draft model had to read."""
+        n, plain_s = len(stats), self._plain_s(len(stats), context)
+        if not first:
+            self.host.observe_on_device(n, seconds)
+        depth, expected = max(plan.rounds, default=0), plan.rate * seconds
+        self.decisions.append(Decision(n, context, plan.drafter, depth, n, expected, seconds, plain_s, plan.why))
+        self._read_at, self._draft_s, self._gained = None, 0.0, True
+        self._ended = EndedStep(seconds, seconds, plain_s, True, 0.0 if first or n > 1 else plan.rate)
+
+    def record_on_device(self, stats: RequestStats, drafter: str, depth: int, accepted: int, tokens: int) -> None:
+        """What a step gave one sequence: of so many drafted positions, the accepted ones, and all its tokens."""
+        stats.own[drafter].asked = depth
+        self.acceptance.record_path(stats, drafter, accepted, tokens)
