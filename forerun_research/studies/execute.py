@@ -19,6 +19,7 @@ from forerun_research.studies.prefill_agreement import Agreement, CopyMeasure
 from forerun_research.studies.prefill_answers import Identical, Rag, Summarization
 from forerun_research.studies.prefill_baselines import Baselines
 from forerun_research.studies.prefill_bins import FailureBins
+from forerun_research.studies.prefill_chunk_facts import ChunkFacts
 from forerun_research.studies.prefill_chunks import Chunks
 from forerun_research.studies.prefill_code import Edits, HumanEvalLong
 from forerun_research.studies.prefill_compounding import Compounding
@@ -44,7 +45,7 @@ MEASURES: dict[str, type[Measure]] = {
     kind.name: kind
     for kind in (
         *(Agreement, CopyMeasure, Needle, HumanEvalLong, Edits, Rag, Summarization, Identical),
-        *(Signals, Layers, Chunks, Compounding, Ablation, Gate),
+        *(Signals, Layers, Chunks, ChunkFacts, Compounding, Ablation, Gate),
         *(Ruler, CallAbove, SummaryLong, FreeRunning, FreeCode),
         *(GateTrial, FirstToken, EditedPrompts, FailureBins, Baselines),
     )

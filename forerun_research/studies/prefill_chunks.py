@@ -51,7 +51,8 @@ class Chunks(Measure):
         source = prefiller_of(subject.engine).source(Prefill("speculative", source="chunk"))
         assert isinstance(source, ChunkSource)
         try:
-            self._meet(subject.scorer, source, case.ids)
+            for lo in range(0, len(case.ids), self.chunk):
+                meet(subject.scorer, source, case.ids[lo : lo + self.chunk])
             for name in wanted:
                 chooser, share = name.split(" ")
                 setting = Setting(
@@ -65,14 +66,6 @@ class Chunks(Measure):
                     yield name, about | figures(held.report, held.seconds)
         finally:
             source.index.clear()
-
-    def _meet(self, scorer: PromptScorer, source: ChunkSource, ids: list[int]) -> None:
-        """Every chunk alone, exactly, as an earlier request would have left it."""
-        for lo in range(0, len(ids), self.chunk):
-            alone = ids[lo : lo + self.chunk]
-            with scorer.hold(alone, keep=True) as held:
-                held.run(alone[held.end :], held.end)
-                source.index.remember(alone, held.pages)
 
     def summary(self, found: Found) -> list[Row]:
         table: list[Row] = []
@@ -92,6 +85,13 @@ class Chunks(Measure):
             Figure(f"chunks met before, {key} after partial recompute", "share recomputed", key, _lines(table, key))
             for key in ("kl", "top1")
         ]
+
+
+def meet(scorer: PromptScorer, source: ChunkSource, ids: list[int]) -> None:
+    """A text alone, exactly, as an earlier request would have left it."""
+    with scorer.hold(ids, keep=True) as held:
+        held.run(ids[held.end :], held.end)
+        source.index.remember(ids, held.pages)
 
 
 def _lines(table: Sequence[Row], key: str) -> list[Line]:

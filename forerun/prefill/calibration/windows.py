@@ -176,7 +176,7 @@ class Augmenter:
             answer = encode(" ".join(sentence for _, sentence in facts))
         asked = [name for name, _ in facts]
         listed = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])} and {asked[-1]}"
-        before, after = self._frame(f"What is the {thing} of the {listed}? Answer in whole sentences.")
+        before, after = self.frame(f"What is the {thing} of the {listed}? Answer in whole sentences.")
         inserts = [encode(f"\n{sentence}\n") for _, sentence in facts]
         room = self._prompt - len(before) - len(after) - sum(map(len, inserts))
         if room < len(row) // 4:
@@ -187,7 +187,7 @@ class Augmenter:
             body[at:at] = ids
         return before + body + after + answer[: self._continuation]
 
-    def _frame(self, question: str) -> tuple[list[int], list[int]]:
+    def frame(self, question: str) -> tuple[list[int], list[int]]:
         """What stands before and after a document that a question follows. Found by rendering two documents: what is
         the same in both is the frame, whatever the template."""
         one, other = (self._rendered(f"{document}\n\n{question}") for document in ("7", "document"))

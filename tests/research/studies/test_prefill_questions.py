@@ -12,6 +12,7 @@ from forerun.core import PrefillReport
 from forerun.params import Prefill
 from forerun_research.studies.plots import Figure, Line, draw
 from forerun_research.studies.prefill_ablation import DRAFTS, Ablation
+from forerun_research.studies.prefill_chunk_facts import ALONE, PERMUTED, PLACES, ChunkFacts
 from forerun_research.studies.prefill_chunks import Chunks
 from forerun_research.studies.prefill_compounding import Compounding
 from forerun_research.studies.prefill_failures import failures
@@ -19,7 +20,7 @@ from forerun_research.studies.prefill_gate import CLASSES, Gate, token_class
 from forerun_research.studies.prefill_layers import Layers
 from forerun_research.studies.prefill_signals import Signals, checkpoint_signals
 from forerun_research.studies.prefill_subject import StudySubject
-from forerun_research.studies.study import Setting
+from forerun_research.studies.study import EXACT, Setting
 from tests.research.studies.common import make_study, write_data, write_profile
 
 TEXTS: dict[str, Any] = {"texts": ("essays",), "prompts": 2, "length": 1700}
@@ -104,6 +105,25 @@ def test_chunks_met_alone_are_repaired_by_recomputing_them(subject: StudySubject
     assert rows["deviation", 0.0]["kl"] > 1e-5
     assert rows["deviation", 0.5]["kl"] < rows["deviation", 0.0]["kl"]
     assert rows["random", 0.5]["cost"] > rows["random", 0.0]["cost"]
+
+
+def test_facts_span_chunks(subject: StudySubject) -> None:
+    measure = ChunkFacts(prompts=1, chunk=200, pairs=2, shares=(0.0, 1.0), choosers=("deviation",))
+    cases = {case.more["group"]: case for case in measure.cases(subject)}
+    assert set(cases) == set(PLACES)
+    for where, case in cases.items():
+        texts = [subject.tokenizer.decode(case.ids[lo:hi]) for lo, hi in case.more["bounds"]]
+        station = subject.tokenizer.decode(case.ids).rsplit("station ", 1)[1].split(",")[0]
+        defined = next(i for i, text in enumerate(texts) if f"means station {station}." in text)
+        office = texts[defined].split(f" office means station {station}.")[0].rsplit(" ", 1)[1]
+        told = next(i for i, text in enumerate(texts) if f"code of the {office} office is" in text)
+        assert (defined < told, defined > told) == (where == "before", where == "after")
+    found = run(measure, subject, [])
+    rows = {(row["setting"], row["group"]): row for row in measure.summary(found)}
+    for met in (ALONE, PERMUTED):
+        assert rows[f"{met} deviation 0.0", "before"]["kl"] > rows[f"{met} deviation 1.0", "before"]["kl"]
+        assert rows[f"{met} deviation 1.0", "all"]["kl"] < 1e-4  # all recomputed: exact prefill
+    assert rows[EXACT, "all"]["prompts"] == len(PLACES)
 
 
 def test_errors_are_followed_along_the_exact_answer(subject: StudySubject) -> None:

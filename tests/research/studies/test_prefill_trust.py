@@ -15,6 +15,7 @@ from forerun_research.scripts import prefill_evidence, prefill_variants
 from forerun_research.studies import execute, prefill_bins
 from forerun_research.studies.prefill_edited import PROVISIONAL, EditedPrompts
 from forerun_research.studies.prefill_gate_trial import GateTrial
+from forerun_research.studies.prefill_measure import StudyCase
 from forerun_research.studies.study import EXACT
 from tests.research.studies.common import make_study, write_data, write_profile
 
@@ -155,6 +156,9 @@ def test_studies_share_an_opening_and_go_on_where_they_stopped(
     assert prefill_evidence.main([*names, *common, *out]) == 0
     said = capsys.readouterr().out
     assert "gate-trial: {'exact': 2, 'default': 2}" in said and "first-token: {'exact': 2, 'default': 2}" in said
+    parts = [prefill_evidence.drawn([StudyCase(str(i), []) for i in range(5)], (k, 2)) for k in (1, 2)]
+    assert sorted(case.id for part in parts for case in part) == list("01234") and len(parts[0]) == 3
+    assert prefill_evidence.main([*names, *common, *out, "--part", "3/2"]) == 2
     (tmp_path / "b.yaml").write_text(
         (tmp_path / "b.yaml").read_text().replace(f"model: {model}\n", "model: other\n", 1)
     )
