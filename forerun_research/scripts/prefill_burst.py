@@ -1,17 +1,18 @@
-"""The evidence about speculative prefill on a GPU that is lent for minutes: many studies side by side, each in a process
-of its own, ended when the seconds are up with what they have.
+"""The evidence about speculative prefill on a GPU that is lent for minutes: many studies side by side, each in a
+process of its own, ended when the seconds are up with what they have.
 
     python -m forerun_research.scripts.prefill_burst studies --seconds 220 --models MODELS --data DATA --texts TEXTS \\
         --out OUT [--device cuda] [--go-on OUT/evidence.tar.gz] [--only tasks] [--prompts 2]
     python -m forerun_research.scripts.prefill_burst models --seconds 460 ...
+    python -m forerun_research.scripts.prefill_burst gather --go-on OUT/evidence.tar.gz --out FOLDER --models MODELS
 
-`studies`: whether the draft is worth anything, tasks, baselines, failures by kind of token, free-running answers, facts
-across chunks, the gate. `models`: a 10x pair and two drafts trained on the spot (`trained_pair`), the matrix of kinds of
-text, a draft of another tokenizer, layers of two families and of maps without distillation. MODELS is a folder with the
-GGUF files of the pair, of the default model and of others to draft with; TEXTS one of `profile_texts`. Nothing here is
-timed: the processes wait for each other. OUT/evidence.tar.gz has all records and logs and is written anew every few
-seconds; `--go-on` begins from such a file. `gather` joins the parts of each study of such a file
-(`--go-on ARCHIVE --out FOLDER`) and prints the commands that make their tables.
+`studies`: whether the draft is worth anything, tasks, baselines, failures by kind of token, free-running answers,
+facts across chunks, the gate. `models`: a 10x pair and two drafts trained on the spot (`trained_pair`), the matrix of
+kinds of text, a draft of another tokenizer, layers of two families and of maps without distillation. MODELS is a
+folder with the GGUF files of the pair, of the default model and of another one to draft with; TEXTS one of
+`profile_texts`. Nothing here is timed: the processes wait for each other. OUT/evidence.tar.gz has all records and logs
+and is written anew every few seconds; `--go-on` begins from such a file. `gather` joins the parts of each study in it
+and prints the commands that make their tables.
 """
 
 from __future__ import annotations
@@ -90,9 +91,7 @@ class Plan:
             own,
         ]
 
-    def _pair(
-        self, name: str, *studies: str, part: tuple[int, int] | None = None, more: tuple[str, ...] = ()
-    ) -> Job:
+    def _pair(self, name: str, *studies: str, part: tuple[int, int] | None = None, more: tuple[str, ...] = ()) -> Job:
         return self._evidence(name, studies, ("--model", self._target, "--draft-model", self._draft, *more), part)
 
     def _evidence(

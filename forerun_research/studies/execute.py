@@ -33,6 +33,7 @@ from forerun_research.studies.prefill_gate_trial import GateTrial
 from forerun_research.studies.prefill_layers import Layers
 from forerun_research.studies.prefill_measure import Found, Measure, Row, StudyCase
 from forerun_research.studies.prefill_needle import Needle
+from forerun_research.studies.prefill_recall import Recall
 from forerun_research.studies.prefill_ruler import Ruler
 from forerun_research.studies.prefill_signals import Signals
 from forerun_research.studies.prefill_subject import StudySubject
@@ -46,7 +47,7 @@ MEASURES: dict[str, type[Measure]] = {
     for kind in (
         *(Agreement, CopyMeasure, Needle, HumanEvalLong, Edits, Rag, Summarization, Identical),
         *(Signals, Layers, Chunks, ChunkFacts, Compounding, Ablation, Gate),
-        *(Ruler, CallAbove, SummaryLong, FreeRunning, FreeCode),
+        *(Ruler, Recall, CallAbove, SummaryLong, FreeRunning, FreeCode),
         *(GateTrial, FirstToken, EditedPrompts, FailureBins, Baselines),
     )
 }
