@@ -65,7 +65,7 @@ class Plan:
             *(self._pair("free", "prefill_free", part=(k, 2)) for k in (1, 2)),
             self._pair("baselines", "prefill_baselines"),
             self._pair("chunks", "prefill_chunk_facts"),
-            self._pair("gate", "prefill_bins", "prefill_trust"),
+            self._pair("gate", "prefill_bins:90", "prefill_trust"),
         ]
         own = self._evidence("default", ("prefill_trust_default:100", "prefill_ablation"), ("--model", self._default))
         return [*jobs, own]
@@ -148,7 +148,7 @@ def run(jobs: list[Job], work: Path, out: Path, seconds: float) -> dict[str, int
 def _started(folder: Path, command: tuple[str, ...]) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
     root = Path(__file__).parents[2]
-    env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "PYTHONUNBUFFERED": "1"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH", ""))))
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen(

@@ -1,9 +1,9 @@
 """Facts that span chunks: a question whose answer stands in one chunk under a name that another chunk explains.
 
-`The blue office means station Skua.` stands in one chunk, `The access code of the blue office is 48213.` in
-another, and the code of station Skua is asked for; other offices have codes, too. Every chunk was met before, `alone` or in a
-prompt that had the chunks in the reverse order (`permuted`); its K/V is reused and a part of it recomputed. The answer's
-words up to the number are given, so that a right answer is one whose digits are all the most likely ones.
+`The blue office means station Skua.` stands in one chunk, in another `The access code of the blue office is 48213.`,
+and the code of station Skua is asked for; other offices have codes, too. Every chunk was met before, `alone` or in a
+prompt that had the chunks in the reverse order (`permuted`); its K/V is reused and a part of it recomputed. The
+answer's words up to the number are given: right is an answer whose digits are all the most likely ones.
 """
 
 from __future__ import annotations
