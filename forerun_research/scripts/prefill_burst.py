@@ -171,17 +171,21 @@ def gather(path: Path, out: Path, models: Path) -> None:
     """The records of a study's parts as one file, in OUT/STUDY. `models`: the folder that they were measured with."""
     with tarfile.open(path) as file:
         file.extractall(out / "parts", filter="data")
+    commands: dict[str, str] = {}
     for found in sorted((out / "parts").rglob(FILE)):
-        name = found.parts[-3].partition("-")[2] if "layers" in found.parts[-3] else ""
-        joined = out / "-".join(filter(None, (found.parent.name, name))) / FILE
+        study, job = found.parent.name, found.parts[-3]
+        name = f"{study}-ridge" if job.endswith("-ridge") else study
+        joined = out / name / FILE
         joined.parent.mkdir(parents=True, exist_ok=True)
         with joined.open("ab") as file:
             file.write(found.read_bytes())
-    for folder in sorted(path.parent for path in out.glob(f"*/{FILE}")):
-        study = folder.name.partition("-")[0]
+        own = found.parents[1] / f"{study}.yaml"  # names its models itself
         alone = study.endswith("_default") or study == "prefill_ablation"
         opened = f"-m {models / DEFAULT}" if alone else f"-m {models / TARGET} -d {models / DRAFT}"
-        print(f"forerun lab run {study} --report-only --out {folder} {opened}")
+        opened += " --prefill-profile ridge.safetensors" if name != study else ""
+        asked = str(own) if own.exists() else f"{study} {opened}"
+        commands[name] = f"forerun lab run {asked} --report-only --out {joined.parent}"
+    print(*commands.values(), sep="\n")
 
 
 def main(given: list[str] | None = None) -> int:

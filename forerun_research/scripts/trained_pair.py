@@ -5,8 +5,9 @@ a ratio that no published pair has, and does the draft have to be built as its t
 
 One tokenizer and one stream of installed code; target and drafts are trained at the same time (`small_models`), a
 profile of each pair is made by `forerun calibrate`, and agreement, copying and recall are measured on code that none
-has seen, with each pair in turn. Everything is within the seconds; FOLDER/report.json has the tables, beside the
-studies' records. `--shapes` names target and drafts of `bench/shapes.py`.
+has seen, with both pairs side by side. Everything is within the seconds. FOLDER/SHAPE.json says how a model was
+trained; `forerun lab run FOLDER/DRAFT.yaml --report-only --out FOLDER/DRAFT` makes the tables. `--shapes` names target
+and drafts of `bench/shapes.py`.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ import tokenizers
 
 from forerun.models.build import choose_device
 from forerun_research.bench.shapes import SHAPES
-from forerun_research.studies import execute
 from forerun_research.studies.small_models import as_stream, code_texts, make_tokenizer, train
-from forerun_research.studies.study import load
 
 TRAINED, CALIBRATED = 0.52, 0.75  # of the seconds: when training and calibration end
 CALIBRATION_CHARS = 8_000_000
@@ -134,9 +133,6 @@ def main(given: list[str] | None = None) -> int:
     evidence += ["--out", str(out), "--seconds", str(left(0.97)), "--kv-cache-tokens", "20000"]
     evidence += [] if args.data is None else ["--data", str(args.data)]
     together([[*evidence, str(path)] for path in studies.values()], out, [f"{draft}-study" for draft in drafts])
-    reports = {draft: execute.report(load(path), out / draft)["tables"] for draft, path in studies.items()}
-    made = {shape: json.loads((out / f"{folder_of(shape)}.json").read_text()) for shape in shapes}
-    (out / "report.json").write_text(json.dumps({"models": made, "tables": reports}, indent=1))
     return 0
 
 
