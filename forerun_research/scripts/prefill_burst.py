@@ -4,7 +4,7 @@ process of its own, ended when the seconds are up with what they have.
     python -m forerun_research.scripts.prefill_burst studies --seconds 220 --models MODELS --data DATA --texts TEXTS \\
         --out OUT [--device cuda] [--go-on OUT/evidence.tar.gz] [--only tasks] [--prompts 2]
     python -m forerun_research.scripts.prefill_burst models --seconds 460 ...
-    python -m forerun_research.scripts.prefill_burst gather --go-on OUT/evidence.tar.gz --out FOLDER --models MODELS
+    python -m forerun_research.scripts.prefill_burst gather --go-on OUT/evidence.tar.gz --out FOLDER
 
 `studies`: whether the draft is worth anything, tasks, baselines, failures by kind of token, free-running answers,
 facts across chunks, the gate. `models`: a 10x pair and two drafts trained on the spot (`trained_pair`), the matrix of
@@ -18,6 +18,7 @@ and prints the commands that make their tables.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -167,8 +168,8 @@ def archive(work: Path, out: Path) -> None:
     part.replace(out / ARCHIVE)
 
 
-def gather(path: Path, out: Path, models: Path) -> None:
-    """The records of a study's parts as one file, in OUT/STUDY. `models`: the folder that they were measured with."""
+def gather(path: Path, out: Path) -> None:
+    """The records of a study's parts as one file, in OUT/STUDY, and the commands that make their tables."""
     with tarfile.open(path) as file:
         file.extractall(out / "parts", filter="data")
     commands: dict[str, str] = {}
@@ -177,15 +178,21 @@ def gather(path: Path, out: Path, models: Path) -> None:
         name = f"{study}-ridge" if job.endswith("-ridge") else study
         joined = out / name / FILE
         joined.parent.mkdir(parents=True, exist_ok=True)
-        with joined.open("ab") as file:
-            file.write(found.read_bytes())
-        own = found.parents[1] / f"{study}.yaml"  # names its models itself
-        alone = study.endswith("_default") or study == "prefill_ablation"
-        opened = f"-m {models / DEFAULT}" if alone else f"-m {models / TARGET} -d {models / DRAFT}"
-        opened += " --prefill-profile ridge.safetensors" if name != study else ""
-        asked = str(own) if own.exists() else f"{study} {opened}"
-        commands[name] = f"forerun lab run {asked} --report-only --out {joined.parent}"
+        with joined.open("a", encoding="utf-8") as file:
+            file.writelines(_anywhere(line) for line in found.read_text(encoding="utf-8").splitlines())
+        own = found.parents[1] / f"{study}.yaml"
+        commands[name] = f"forerun lab run {own if own.exists() else study} --report-only --out {joined.parent}"
     print(*commands.values(), sep="\n")
+
+
+def _anywhere(text: str) -> str:
+    """A line of results without what it says of the models' and profiles' files, which lie on the other machine."""
+    line = json.loads(text)
+    if "parts" in line:
+        line["parts"] = {
+            name: digest for name, digest in line["parts"].items() if name.split()[0] in ("setting", "measure")
+        }
+    return json.dumps(line) + "\n"
 
 
 def main(given: list[str] | None = None) -> int:
@@ -205,7 +212,7 @@ def main(given: list[str] | None = None) -> int:
     for name in ("models", "data", "texts", "out"):
         setattr(args, name, getattr(args, name).absolute())
     if args.burst == "gather":
-        gather(args.go_on, args.out, args.models)
+        gather(args.go_on, args.out)
         return 0
     work = (args.work or args.out / "work").absolute()
     if args.go_on is not None:
