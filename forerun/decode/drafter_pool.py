@@ -16,17 +16,21 @@ from typing import Any
 import torch
 
 from forerun.core import Draft, SamplingParams, Usage
-from forerun.decode.control.controller import Controller, PaidPlan, RequestStats
+from forerun.core.progress import counter
+from forerun.decode.control.controller import Controller, DraftedBatch, PaidPlan, RequestStats
 from forerun.decode.control.cost import PROBED_STEPS, TIMED_CONTEXTS, TIMED_TOKENS, CostCurve, Slowdown
+from forerun.decode.control.kinds import kind_of
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters import Drafter, DraftRequest, find, registered
 from forerun.decode.drafters.model import ModelDrafter
 from forerun.decode.sampling import Context
 from forerun.decode.verifiers.base import Verifier
 from forerun.errors import BadRequest, ForerunError, OutOfPages
+from forerun.text.tokenizer import Tokenizer
 
 log = logging.getLogger("forerun")
 
+KIND_TOKENS = 16  # of an answer, after which it shows of what kind it is
 TIMED_START_TOKENS = 128  # of a prompt that a paid drafter reads: the others' time is taken to be in proportion
 AUTO_FREE_DRAFTERS = ("grammar", "lookup", "copy", "suffix")  # of `auto`, in order, beside a draft model's drafter
 
@@ -56,6 +60,18 @@ class SpeculationState:
     def fixed_depth(self) -> int:
         """The depth that the request fixes; 0 where the controller decides."""
         return self.context.params.speculation.depth
+
+    def refine_kind(self, tokenizer: Tokenizer | None) -> None:
+        """A question in prose may be answered in code: an answer's first tokens show it."""
+        if self.kind_final or self.stats.tokens < KIND_TOKENS:
+            return
+        self.kind_final = True
+        kind = kind_of(self.context.tokens[self.context.num_prompt :], tokenizer)
+        sampled = "" if self.context.params.greedy else ", sampled"
+        if kind != "text" and kind + sampled != self.stats.kind:
+            self.stats.kind = kind + sampled
+            for own in self.stats.own.values():
+                own.skip_until = 0  # what does not pay for one kind may for another
 
 
 @dataclass(eq=False)
@@ -304,3 +320,35 @@ class DrafterPool:
     def figures(self) -> dict[str, dict[str, float]]:
         """What drafters report beside drafted and accepted tokens, where they do."""
         return {name: found for name, drafter in self._drafters.items() if (found := drafter.figures())}
+
+
+def mean_context(tasks: list[DraftTask]) -> int:
+    return sum(len(task.spec_state.context.tokens) for task in tasks) // len(tasks)
+
+
+def on_device_rows(tasks: list[DraftTask]) -> int:
+    """Of each sequence in a launch, where all of these can draft without the host; else 0."""
+    return min((task.device_rows for task in tasks), default=0)
+
+
+def drafted_batch(tasks: list[DraftTask], context: int, spent_s: float, rows: int = 0) -> DraftedBatch:
+    """`rows`: as steps on the device see it, without the drafts."""
+    drafts = [Draft() if rows else task.draft for task in tasks]
+    limits = [task.max_nodes for task in tasks]
+    return DraftedBatch([task.spec_state.stats for task in tasks], drafts, limits, context, spent_s, rows)
+
+
+def time_target(ctx: DraftContext, limit: int) -> CostCurve:
+    """What forwards of the target cost; `limit`: tokens of the longest one that can be timed."""
+    nodes = 8
+    with counter(len(TIMED_TOKENS) + 4, "timing forwards", ctx.quiet) as advance:
+
+        def time_forward(tokens: int, context: int, repeats: int = 2, branches: int = 0) -> float:
+            advance()
+            return ctx.runner.time_forward(tokens, context, repeats, branches)
+
+        curve, context = CostCurve.within(time_forward, limit), min(256, limit - 1 - nodes)
+        if context > 0:
+            chain, star = (time_forward(1 + nodes, context, 3, branches) for branches in (0, nodes))
+            curve.per_branch = max(0.0, star - chain) / (nodes - 1)
+    return curve

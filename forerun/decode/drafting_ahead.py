@@ -10,11 +10,12 @@ from __future__ import annotations
 from forerun.core import Tally
 from forerun.core.drafted import MAX_DRAFTED_SEQUENCES, DraftedDevice, DraftedTokens, rows_of
 from forerun.decode.control.controller import PaidPlan
-from forerun.decode.drafter_pool import DraftTask, SpeculationState
+from forerun.decode.drafter_pool import DraftTask, SpeculationState, drafted_batch, mean_context
 from forerun.decode.drafters.parallel import ParallelDrafter
-from forerun.decode.speculator import Speculator, mean_context
+from forerun.decode.speculator import Speculator
 
-FREE_MARGIN = 1.2  # tokens a second of free drafts over the device's: leaving and coming back cost a pause each
+LEAVE_MARGIN = 1.5  # tokens a second of free drafts over the device's: leaving and coming back cost a pause each
+PAUSE_TOKENS = 16  # of an answer, after there was no room for a step
 
 
 class DraftingAhead:
@@ -49,7 +50,7 @@ class DraftingAhead:
         stats = [task.spec_state.stats for task in tasks]
         self._controller.idle_s(stats, mean_context(tasks))
         self._speculator.draft_beside(self.mark(tasks))
-        return self._speculator.plan_on_device(tasks, margin=FREE_MARGIN)
+        return self._speculator.plan_on_device(tasks, 0.0, LEAVE_MARGIN)
 
     def read_up(self, tasks: list[DraftTask], plan: PaidPlan) -> list[list[int]] | None:
         """The draft model reads what it has not; of each sequence the last tokens that are left for the first step.
@@ -61,12 +62,18 @@ class DraftingAhead:
             left.append(drafter.read_up(task.request(drafter.tokens_per_round), rows_of(len(tasks)) // 2))
         return None if any(tokens is None for tokens in left) else [tokens for tokens in left if tokens is not None]
 
+    def pause(self, tasks: list[DraftTask]) -> None:
+        """There was no room for a step of these."""
+        for stats in (task.spec_state.stats for task in tasks):
+            stats.own[ParallelDrafter.name].skip_until = stats.tokens + PAUSE_TOKENS
+
     def observe(self, tasks: list[DraftTask], plan: PaidPlan, seconds: float, first: bool) -> None:
         """What a step of these took; `first` of several."""
         stats = [task.spec_state.stats for task in tasks]
         context, foreseen_s = mean_context(tasks), sum(plan.start_s) if first else 0.0
         if foreseen_s:
-            step_s = self._controller.on_device_s(plan.drafter, len(tasks), context, rows_of(len(tasks)))
+            batch = drafted_batch(self.mark(tasks), context, 0.0, rows_of(len(tasks)))
+            step_s = self._controller.on_device_s(plan.drafter, batch)
             self._controller.observe_start(plan.drafter, foreseen_s, max(0.0, seconds - step_s))
         self._controller.observe_on_device(stats, plan, context, seconds, first)
         self._speculator.totals.steps += len(tasks)

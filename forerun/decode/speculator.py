@@ -15,14 +15,21 @@ from dataclasses import replace
 from typing import Any
 
 from forerun.core import Draft, SamplingParams, Tally, Usage, Verdict
-from forerun.core.progress import counter
 from forerun.decode import tree
-from forerun.decode.control.controller import ASKED_SEQUENCES, Controller, DraftedBatch, PaidPlan
-from forerun.decode.control.cost import TIMED_TOKENS, CostCurve
+from forerun.decode.control.controller import ASKED_SEQUENCES, Controller, PaidPlan
+from forerun.decode.control.cost import CostCurve
 from forerun.decode.control.kinds import kind_of
 from forerun.decode.control.waiting import TURN_PATIENCE
 from forerun.decode.draft_context import DraftContext
-from forerun.decode.drafter_pool import DrafterPool, DraftTask, SpeculationState
+from forerun.decode.drafter_pool import (
+    DrafterPool,
+    DraftTask,
+    SpeculationState,
+    drafted_batch,
+    mean_context,
+    on_device_rows,
+    time_target,
+)
 from forerun.decode.drafters import Drafter, DraftRequest
 from forerun.decode.drafters.base import MAX_CATCH_UP_TOKENS
 from forerun.decode.drafters.grammar import prune
@@ -37,7 +44,8 @@ MIN_WAIT_S = 20e-6  # for a step in flight: the host that waits less was late, a
 # Steps of one sequence that a plan holds for: acceptance is a mean of some twenty outcomes and changes less than that,
 # and planning takes the host 0.2 ms beside an H200's step of 4
 PLAN_STEPS = 4
-KIND_TOKENS = 16  # of an answer, after which it shows of what kind it is
+MAX_PAUSE_STEPS = 31  # of a batch in which no draft paid: asking took 3 to 6% of steps of 4 to 16 (docs/log.md)
+FREE_MARGIN = 1.2  # tokens a second of free drafts over those of steps on the device, from which the host takes over
 
 
 class Speculator:
@@ -46,25 +54,12 @@ class Speculator:
         self.controller = controller or Controller(CostCurve({1: 1.0}), {})
         self.drafter_pool = DrafterPool(ctx, self.controller)
         if controller is None:
-            self.controller.target = self._target_costs()
+            self.controller.target = time_target(ctx, self.drafter_pool.max_timed_tokens)
         self.totals = Usage()
         self._turn, self._beside_s = 0, 0.0  # steps in flight so far; what drafters took beside the last one
         self._left = False  # a free draft made beside it is why the coming step was not launched
+        self._pause, self._pauses = 0, 0  # steps until a batch is asked again; of the last pause
         self.drafter_pool.prepare(SamplingParams())
-
-    def _target_costs(self) -> CostCurve:
-        limit, nodes = self.drafter_pool.max_timed_tokens, 8
-        with counter(len(TIMED_TOKENS) + 4, "timing forwards", self.ctx.quiet) as advance:
-
-            def time_forward(tokens: int, context: int, repeats: int = 2, branches: int = 0) -> float:
-                advance()
-                return self.ctx.runner.time_forward(tokens, context, repeats, branches)
-
-            curve, context = CostCurve.within(time_forward, limit), min(256, limit - 1 - nodes)
-            if context > 0:
-                chain, star = (time_forward(1 + nodes, context, 3, branches) for branches in (0, nodes))
-                curve.per_branch = max(0.0, star - chain) / (nodes - 1)
-        return curve
 
     def draft_remotely(self, name: str) -> None:
         """`auto` drafts with this drafter on another machine, too."""
@@ -85,6 +80,7 @@ class Speculator:
         """Speculation for a new sequence; None where it is off."""
         if context.params.speculation.off:
             return None
+        self._pause, self._pauses = 0, 0
         verifier, names = make_verifier(context.params.speculation), self.drafter_pool.available(context.params)
         sampled = (
             verifier.uses_proposals
@@ -108,8 +104,12 @@ class Speculator:
 
     def passes(self, sequences: int) -> bool:
         """Whether a step of so many is launched ahead without asking: in large batches deciding takes the host longer
-        than a step, and drafts rarely pay there. Called once before every step that may be."""
+        than a step, and drafts rarely pay there; a batch in which none paid is asked ever more rarely. Called once
+        before every step that may be."""
         self._turn += 1
+        if self._pause > 0 and sequences > 1:
+            self._pause -= 1
+            return True
         return sequences > ASKED_SEQUENCES and self._turn % (sequences // ASKED_SEQUENCES) > 0
 
     def should_leave(self, tasks: list[DraftTask]) -> bool:
@@ -132,8 +132,10 @@ class Speculator:
         for drafter, own in self._by_drafter(with_room, free=False):
             in_time = len(tasks) == 1 or on_device_rows(tasks) or time.perf_counter() < end
             pays = pays or bool(in_time and self._plan(drafter, own, context, 0.0) is not None)
-        self._left = not pays and self.controller.should_leave(_drafted_batch(tasks, context, 0.0))
+        self._left = not pays and self.controller.should_leave(drafted_batch(tasks, context, 0.0))
         self._beside_s = time.perf_counter() - start
+        self._pauses = 0 if pays or self._left else min(MAX_PAUSE_STEPS, 2 * self._pauses + 1)
+        self._pause = self._pauses
         return pays or self._left
 
     def draft_beside(self, tasks: list[DraftTask], end: float = math.inf) -> None:
@@ -147,7 +149,7 @@ class Speculator:
 
     def _open_step(self, state: SpeculationState) -> None:
         state.drafts, state.free_run_s, state.beside, state.beside_at = [], {}, [], -1
-        self._refine_kind(state)
+        state.refine_kind(self.ctx.tokenizer)
 
     def draft(self, tasks: list[DraftTask]) -> PaidPlan | None:
         """Give each task a draft, which may be empty; or none, and the plan of steps that draft on the device."""
@@ -162,7 +164,8 @@ class Speculator:
         self._run_free(fresh)
         self._left = False
         self._merge(with_room)
-        if len(with_room) == len(tasks) and (plan := self.plan_on_device(tasks, time.perf_counter() - start)):
+        spent_s = time.perf_counter() - start
+        if len(with_room) == len(tasks) and (plan := self.plan_on_device(tasks, spent_s, FREE_MARGIN)):
             for task in tasks:
                 task.draft = Draft()
             return plan
@@ -177,9 +180,9 @@ class Speculator:
             task.spec_state.usage.draft_s += seconds
         return None
 
-    def plan_on_device(self, tasks: list[DraftTask], spent_s: float = 0.0, margin: float = 1.0) -> PaidPlan | None:
-        """The plan of steps that draft without the host, where these can and that beats plain decoding and, by this
-        margin, the drafts that the tasks have."""
+    def plan_on_device(self, tasks: list[DraftTask], spent_s: float, margin: float) -> PaidPlan | None:
+        """The plan of steps that draft without the host, where these can, that beats plain decoding, and where the
+        drafts that the tasks have do not beat it by this margin."""
         if not on_device_rows(tasks):
             return None
         context = mean_context(tasks)
@@ -187,9 +190,7 @@ class Speculator:
         plan = self._plan(drafter, own, context, 0.0)
         if plan is None or len(own) < len(tasks) or not all(plan.rounds):
             return None
-        return (
-            plan if self.controller.free_rate(_drafted_batch(tasks, context, spent_s)) <= margin * plan.rate else None
-        )
+        return plan if self.controller.free_rate(drafted_batch(tasks, context, spent_s)) <= margin * plan.rate else None
 
     def _take_beside(self, task: DraftTask) -> bool:
         """What free drafters drafted beside the step whose token has just come, as far as that token agrees: they need
@@ -202,17 +203,6 @@ class Speculator:
             if len(left):
                 task.candidates.append(replace(left, probs=self.controller.calibrate(state.stats, left)))
         return True
-
-    def _refine_kind(self, state: SpeculationState) -> None:
-        """A question in prose may be answered in code: an answer's first tokens show it."""
-        if not state.kind_final and state.stats.tokens >= KIND_TOKENS:
-            state.kind_final = True
-            kind = kind_of(state.context.tokens[state.context.num_prompt :], self.ctx.tokenizer)
-            sampled = "" if state.context.params.greedy else ", sampled"
-            if kind != "text" and kind + sampled != state.stats.kind:
-                state.stats.kind = kind + sampled
-                for own in state.stats.own.values():
-                    own.skip_until = 0  # what does not pay for one kind may for another
 
     def _run_free(self, tasks: list[DraftTask], beside: bool = False) -> None:
         """`beside` a step in flight it costs nothing, and its outcome counts only as far as plain steps show it."""
@@ -267,7 +257,7 @@ class Speculator:
         """Of the drafters that run a model the one that the controller expects most of, where it pays. Returns what its
         forwards took; None: none ran."""
         options, forwards_s = [], None
-        for drafter, own in self._by_drafter(tasks, free=False):
+        for drafter, own in () if on_device_rows(tasks) else self._by_drafter(tasks, free=False):  # there or not at all
             plan = self._plan(drafter, own, context, time.perf_counter() - start)
             if plan is not None:
                 options.append((plan.rate, drafter, own, plan))
@@ -325,7 +315,7 @@ class Speculator:
             def read_s(tokens: int) -> float:
                 return curve.start_factor * curve.seconds(tokens) if tokens else 0.0
 
-            batch = _drafted_batch(tasks, context, spent_s, rows)
+            batch = drafted_batch(tasks, context, spent_s, rows)
             plan = self.controller.plan_rounds(batch, drafter.name, [read_s(tokens) for tokens in unread])
             if plan is not None:
                 plan.start_s = [read_s(min(tokens, MAX_CATCH_UP_TOKENS)) for tokens in unread]
@@ -369,7 +359,7 @@ class Speculator:
         if not any(len(draft) for draft in drafts):
             self.controller.record_plain(context, "nothing was drafted")
             return
-        selected = self.controller.select(_drafted_batch(tasks, context, spent_s))
+        selected = self.controller.select(drafted_batch(tasks, context, spent_s))
         for task, nodes in zip(tasks, selected, strict=True):
             if task.draft.proposals:
                 continue
@@ -452,19 +442,3 @@ class Speculator:
         counted = {name: getattr(t, name) for name in ("steps", "drafted", "accepted", "draft_s", "verify_s")}
         beside = self.drafter_pool.figures()
         return {**counted, "drafters": by_drafter, "figures": beside, "control": self.controller.stats()}
-
-
-def mean_context(tasks: list[DraftTask]) -> int:
-    return sum(len(task.spec_state.context.tokens) for task in tasks) // len(tasks)
-
-
-def on_device_rows(tasks: list[DraftTask]) -> int:
-    """Of each sequence in a launch, where all of these can draft without the host; else 0."""
-    return min((task.device_rows for task in tasks), default=0)
-
-
-def _drafted_batch(tasks: list[DraftTask], context: int, spent_s: float, rows: int = 0) -> DraftedBatch:
-    """`rows`: as steps on the device see it, without the drafts."""
-    drafts = [Draft() if rows else task.draft for task in tasks]
-    limits = [task.max_nodes for task in tasks]
-    return DraftedBatch([task.spec_state.stats for task in tasks], drafts, limits, context, spent_s, rows)

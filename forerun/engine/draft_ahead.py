@@ -60,6 +60,7 @@ class DraftAhead:
         possible."""
         tasks, device = self._tasks(sequences), self.drafting.device
         if device is None or not all(self._has_room(seq, len(sequences), 0) for seq in sequences):
+            self.drafting.pause(tasks)
             return False
         start = time.perf_counter()
         unread = self.drafting.read_up(tasks, plan)

@@ -42,6 +42,7 @@ from forerun.errors import ForerunError
 from forerun.models.decoder import Decoder, Output
 from forerun.models.execution.runner import Runner
 from forerun.models.hidden_draft import HiddenDraftModel
+from forerun.models.online_adapter import OnlineAdapter
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.upgrade import Upgrader
 from forerun.text.tokenizer import Tokenizer
@@ -54,9 +55,8 @@ _NO_DRAFT, _NOTHING_ACCEPTED = Draft(), Verdict([], -1)
 class Engine:
     """Continuous batching on one decoder, one page pool and one prefix tree, with speculative decoding.
 
-    `controller`: with costs measured elsewhere; without one the engine measures the models it is given.
-    `prefiller` makes what drafts prompts; without one only exact prefill can be asked for. `tiers` makes what keeps
-    pages that the pool has no room for. `quiet`: no progress while forwards are timed.
+    `controller`: with costs measured elsewhere; without one the engine measures the models it is given. `prefiller`
+    makes what drafts prompts, without one all prefill is exact; `tiers` what keeps pages that the pool has no room for.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class Engine:
         self.max_length = min(config.max_model_len, config.capacity)  # of a prompt and its answer
         self._run_ahead = RunAhead(self.runner, self.scheduler, self.max_length, self._stays_plain)
         self._in_flight: StepInFlight | None = None
-        ahead = DraftingAhead(self.speculator), self.scheduler, self.max_length
-        self._draft_ahead = DraftAhead(*ahead, self._append_drafted, self.fail)
+        drafting, append = DraftingAhead(self.speculator), self._append_drafted
+        self._draft_ahead = DraftAhead(drafting, self.scheduler, self.max_length, append, self.fail)
         self._last_read = 0.0  # when the tokens of a step that was launched ahead were read
         self._draft_next = False  # the coming step drafts: decided when it was not launched ahead
         self.output = OutputWriter(tokenizer, decoder.config.eos_ids, self.max_length, self.stats)
@@ -165,8 +165,6 @@ class Engine:
                 self._append_plain(seq, token)
             except Exception as error:  # of this sequence alone
                 self.fail(seq, error)
-        if self._in_flight is not None and not self._in_flight.live:
-            self._in_flight = None
         return True
 
     def _stays_plain(self, sequences: list[Sequence]) -> bool:
@@ -180,7 +178,8 @@ class Engine:
             if seq.spec_state is not None:
                 useful = min(self._max_nodes(seq) - 1, seq.params.speculation.nodes, room)
                 tasks.append(DraftTask(seq.spec_state, seq.pages, max(0, useful)))
-        self._draft_next = bool(tasks) and self.speculator.should_leave(self._draft_ahead.drafting.mark(tasks))
+        tasks = self._draft_ahead.drafting.mark(tasks) if len(tasks) == len(sequences) else tasks
+        self._draft_next = bool(tasks) and self.speculator.should_leave(tasks)
         return not self._draft_next
 
     def _draft_tokens(self, batch: list[ScheduledSequence]) -> None:
@@ -198,14 +197,13 @@ class Engine:
         fits = self.scheduler.pacer.draft_nodes(self.scheduler.work)
         left = min(rows - sum(s.count + len(s.draft) for s in batch), fits)
         room = max(0, left) // len(speculating)
-        tasks = []
-        for s, state in zip(speculating, states, strict=True):
-            useful = min(self._max_nodes(s.seq), s.seq.params.speculation.nodes, room)
-            tasks.append(DraftTask(state, s.seq.pages, self.scheduler.reserve(s.seq, useful)))
+        useful = [min(self._max_nodes(s.seq), s.seq.params.speculation.nodes, room) for s in speculating]
+        found = zip(speculating, states, useful, strict=True)
+        tasks = [DraftTask(state, s.seq.pages, self.scheduler.reserve(s.seq, nodes)) for s, state, nodes in found]
         if any(task.max_nodes > 0 for task in tasks):
-            if launches:
-                self._draft_ahead.drafting.mark(tasks)
-            if (plan := self.speculator.draft(tasks)) is not None:
+            whole = launches and len(tasks) == len(batch)
+            plan = self.speculator.draft(self._draft_ahead.drafting.mark(tasks) if whole else tasks)
+            if plan is not None:
                 self._draft_ahead.begin([s.seq for s in speculating], plan)
             for s, task in zip(speculating, tasks, strict=True):
                 s.draft = task.draft
@@ -411,24 +409,17 @@ class Engine:
     def upgrade_step(self) -> bool:
         """Recompute a piece of what was answered from drafted K/V, or let the drafter learn a little, if no request
         waits; False: there was nothing to do."""
-        return self.idle and (self.upgrades.step() or self._adapt_drafter())
+        return self.idle and (self.upgrades.step() or (self._adapter is not None and self._adapter.try_step()))
 
     @property
     def has_idle_work(self) -> bool:
-        hidden = self.speculator.ctx.hidden
-        learns = hidden is not None and hidden.adapter is not None and hidden.adapter.due
-        return len(self.upgrades) > 0 or learns
+        return len(self.upgrades) > 0 or (self._adapter is not None and self._adapter.due)
 
-    def _adapt_drafter(self) -> bool:
+    @property
+    def _adapter(self) -> OnlineAdapter | None:
+        """Of a drafter that learns."""
         hidden = self.speculator.ctx.hidden
-        if hidden is None or hidden.adapter is None:
-            return False
-        try:
-            return hidden.adapter.step()
-        except Exception as error:  # of the drafter alone: it goes on as it is
-            log.error("a drafter stops learning", exc_info=error)
-            hidden.adapter.learning = False
-            return False
+        return None if hidden is None else hidden.adapter
 
     @property
     def idle(self) -> bool:

@@ -24,7 +24,7 @@ from forerun.engine.sequence import Phase, ScheduledSequence, Sequence
 from forerun.models.execution.runner import Runner
 
 if TYPE_CHECKING:
-    from forerun.models.cuda.graphs import PendingTokens
+    from forerun.models.cuda.pending import PendingTokens
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ rows and tokens; no engine and no text.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.errors import BadDrafter
+
+log = logging.getLogger("forerun")
 
 ADAPTER_RANK = 16
 MAX_PASSES = 1024  # in the buffer: of 8 rows of 576 values, 19 MB
@@ -158,6 +161,15 @@ class OnlineAdapter:
             else:
                 self._choose(trial)
         return True
+
+    def try_step(self) -> bool:
+        """The same; what raises ends the learning of this drafter alone, which goes on as it is."""
+        try:
+            return self.step()
+        except Exception as error:
+            log.error("a drafter stops learning", exc_info=error)
+            self.learning = False
+            return False
 
     def _begin(self) -> AdapterTrial:
         seen, state, self._new = list(self.passes), self.state.copy(), 0

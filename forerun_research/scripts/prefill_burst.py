@@ -49,7 +49,7 @@ class Job:
     commands: tuple[tuple[str, ...], ...]
 
 
-class Plan:
+class JobPlan:
     """The jobs of a burst, for the paths and seconds that are given."""
 
     def __init__(self, args: argparse.Namespace, work: Path) -> None:
@@ -218,7 +218,7 @@ def main(given: list[str] | None = None) -> int:
     if args.go_on is not None:
         with tarfile.open(args.go_on) as file:
             file.extractall(work, filter="data")
-    jobs: list[Job] = getattr(Plan(args, work), args.burst)()
+    jobs: list[Job] = getattr(JobPlan(args, work), args.burst)()
     wanted = tuple(filter(None, args.only.split(",")))
     jobs = [job for job in jobs if not wanted or job.name.startswith(wanted)]
     if not jobs:

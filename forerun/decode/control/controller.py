@@ -38,21 +38,17 @@ from forerun.decode.control.depth import DepthPlan, Depths, StepPlan, min_path_p
 from forerun.decode.control.host import HostTime
 from forerun.decode.control.on_device import OnDevice
 from forerun.decode.control.selection import StepCosts
+from forerun.decode.control.start import EXPLORE_PAID_SHARE, START_DEVIATIONS, early_tokens, late_tokens
 from forerun.decode.control.waiting import Turn, Waiting
 
 __all__ = ["Controller", "DraftedBatch", "PaidPlan", "RequestStats"]
 
-# Of a request's time that exploring may lose, 1% in all; apart, or drafters that are cheap to run would use it up
-EXPLORE_PAID_SHARE, EXPLORE_FREE_SHARE = 0.0075, 0.0025
+EXPLORE_FREE_SHARE = 0.0025  # of a request's time; apart from EXPLORE_PAID_SHARE, or cheap drafters would use it up
 # Of an answer, in which nothing is explored and no draft model starts to read for long: many answers have few more, and
 # free drafters show what they can do
 FIRST_TOKENS = 8
 # The same for a draft model that has paid for this kind of prompt: edits copy from their third or fourth token on
 FIRST_TOKENS_KNOWN = 4
-# Of the plain time of an answer that a draft model may read for: of as many tokens as nearly all answers of its kind
-# have (the mean less 1.5 standard deviations), and of those that are expected to come. It bounds what is lost where the
-# answer ends just then, which is rare in the first case (docs/log.md).
-MAX_START_SHARE_OF_KIND, MAX_START_SHARE_EXPECTED, START_DEVIATIONS = 0.15, 0.2, 1.5
 # Before a paid drafter that does not pay is planned for again, and the same as a share of the answer so far: planning
 # takes host time too
 PAID_PAUSE_TOKENS, PAID_PAUSE_SHARE = 8, 0.25
@@ -351,17 +347,18 @@ class Controller(Waiting, OnDevice):
         free = self._selected(batch, costs)
         plan = DepthPlan(self.target, curve, context, free, costs.draft_s + costs.spent_s + self.host.paid(sequences))
         if batch.on_device_rows:
-            plan = StepPlan(plan, self.on_device_s(drafter, sequences, context, batch.on_device_rows))
+            plan = StepPlan(plan, self.on_device_s(drafter, batch), batch.on_device_rows)
         block = curve.tokens_per_round
         deepest = block if block > 1 else MAX_ROUNDS if sequences <= 8 else 8 if sequences <= 32 else 4
         reach = [free.reach(draft, i) for i, draft in enumerate(drafts)]
         remaining = [self.acceptance.expected_remaining(s) for s in stats]
         waiting, plain_s = False, self._plain_s(sequences, context)
         for i, s in enumerate(stats):
-            early = s.tokens < (FIRST_TOKENS_KNOWN if record.has_paid(s.kind) else FIRST_TOKENS)
-            of_kind = min(s.max_tokens, self.acceptance.min_length(s.kind, START_DEVIATIONS))
-            most = max(MAX_START_SHARE_OF_KIND * of_kind, MAX_START_SHARE_EXPECTED * remaining[i])
-            if not s.named and start_s[i] > (EXPLORE_PAID_SHARE * remaining[i] if early else most) * plain_s:
+            paid, of_kind = record.has_paid(s.kind), self.acceptance.min_length(s.kind, START_DEVIATIONS)
+            early = s.tokens < (FIRST_TOKENS_KNOWN if paid else FIRST_TOKENS)
+            lengths = min(s.max_tokens, of_kind), remaining[i]
+            tokens = early_tokens(remaining[i], paid, batch) if early else late_tokens(*lengths, batch)
+            if not s.named and start_s[i] > tokens * plain_s:
                 remaining[i], waiting = 0, True
         recent = [s.recent_tokens / s.recent_s if s.recent_s else 0.0 for s in stats]
         known = MAX_KIND_OBSERVATIONS if sequences > 1 else START_OUTCOMES if start_s[0] else ALONE_OUTCOMES

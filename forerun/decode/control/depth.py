@@ -12,6 +12,8 @@ from forerun.decode.control.cost import LOOKAHEAD_ROUNDS, MAX_ROUNDS, CostCurve
 from forerun.decode.control.selection import Selection
 
 UNREAD_TOKENS = 2  # of a sequence that run along in a round of several tokens, where its drafts are not known yet
+DRAFTED_ROWS_SHARE = 0.65  # of a sequence's rows in a launch of a draft model; the others are what was accepted before
+START_MARGIN = 1.5  # what steps on a device save, in times of what the draft model has to read for them
 MIN_PATH_PROB = 0.02  # deeper nodes of a path below this are not planned for: they cost more than they can gain
 
 
@@ -124,12 +126,12 @@ class DepthPlan:
 
 
 class StepPlan(DepthPlan):
-    """The same where steps follow each other on a device: they draft as deep as they can, for all sequences, and take
-    what such steps take."""
+    """The same where steps follow each other on a device: they draft for all sequences, as deep as rows of a launch
+    allow, and take what such steps take."""
 
-    def __init__(self, plan: DepthPlan, step_s: float) -> None:
+    def __init__(self, plan: DepthPlan, step_s: float, rows: int) -> None:
         super().__init__(plan.target, plan.rounds, plan.context, plan.free, plan.host_s)
-        self.step_s = step_s
+        self.step_s, self.depth = step_s, int(rows * DRAFTED_ROWS_SHARE)
 
     def loss_s(self, probs: list[float], ratio: float = 1.0) -> float:
         tokens, path = self.tokens, 1.0
@@ -138,15 +140,23 @@ class StepPlan(DepthPlan):
             tokens += path
         return max(0.0, self.step_s - ratio * tokens / self.rate)
 
-    def _best_of(
-        self, rows: list[int], ahead: list[list[float]], reach: list[list[float]], limits: list[int]
+    def best(
+        self,
+        ahead: list[list[float]],
+        reach: list[list[float]],
+        limits: list[int],
+        start_s: list[float],
+        remaining: list[int],
+        recent: list[float],
     ) -> Depths:
+        rows = list(range(self.sequences))
         gains, depths = dict.fromkeys(rows, 0.0), dict.fromkeys(rows, 0)
-        for path, i, depth, _ in self._nodes(rows, ahead, reach, limits):
+        for path, i, depth, _ in self._nodes(rows, ahead, reach, [min(limit, self.depth) for limit in limits]):
             gains[i], depths[i] = gains[i] + path, max(depths[i], depth + 1)
-        tokens = self.tokens + sum(gains.values())
-        rate, plain_s = tokens / self.step_s, self.target.seconds(self.sequences, self.sequences, self.context)
-        if rate <= self.rate or len(rows) < self.sequences or not all(depths.values()):
+        rate, plain_s = (self.tokens + sum(gains.values())) / self.step_s, self.sequences / self.rate
+        started = [max(self.rate, recent[i] * self.sequences) if start_s[i] else self.rate for i in rows]
+        saved_s = sum(n * (1.0 / before - 1.0 / rate) for n, before in zip(remaining, started, strict=True))
+        if rate <= self.rate or saved_s < START_MARGIN * sum(start_s) or not all(depths.values()):
             return Depths({}, self.rate, 1.0, {})
         return Depths(depths, rate, self.step_s / plain_s, gains)
 

@@ -36,11 +36,11 @@ class OnDevice:
 
         def _selected(self, batch: DraftedBatch, costs: StepCosts, doubt: bool = False) -> Selection: ...
 
-    def on_device_s(self, drafter: str, sequences: int, context: int, rows: int) -> float:
+    def on_device_s(self, drafter: str, batch: DraftedBatch) -> float:
         """Seconds of a step: as measured, before that of both models' forwards."""
-        count = rows * sequences
-        forwards_s = self.drafters[drafter].seconds(count, sequences, context)
-        return self.host.on_device(sequences, forwards_s + self.target.seconds(count, sequences, context))
+        sequences, count = len(batch.stats), batch.on_device_rows * len(batch.stats)
+        forwards_s = self.drafters[drafter].seconds(count, sequences, batch.context)
+        return self.host.on_device(sequences, forwards_s + self.target.seconds(count, sequences, batch.context))
 
     def free_rate(self, batch: DraftedBatch) -> float:
         """Tokens a second of the step in which the host has the free drafts of this batch verified; 0: none pays."""

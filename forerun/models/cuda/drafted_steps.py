@@ -9,14 +9,13 @@ the next one runs. For greedy answers of a few sequences. Knows slots and tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.core.drafted import MAX_DRAFTED_SEQUENCES, DraftedStart, DraftedTokens, rows_of
+from forerun.core.drafted import MAX_DRAFTED_SEQUENCES, DraftedStart, rows_of
 from forerun.models.cuda import nvrtc
 from forerun.models.cuda.drafted_layout import (
     CHILDREN,
@@ -33,22 +32,10 @@ from forerun.models.cuda.drafted_layout import (
 from forerun.models.cuda.graphs import WAITED_CHOSEN_AT, GraphRunner
 from forerun.models.cuda.launch import record
 from forerun.models.cuda.most_probable import most_probable
+from forerun.models.cuda.pending import PendingStep
 from forerun.models.cuda.stack import KERNEL_ROWS, Stack
 
 THREADS = 256
-
-
-@dataclass(frozen=True)
-class PendingStep:
-    """A step on its way."""
-
-    done: torch.cuda.Event
-    results: np.ndarray  # [S, RESULT_SIZE] int32, in pinned memory
-
-    def read(self) -> list[DraftedTokens]:
-        """Waits for the device."""
-        self.done.synchronize()
-        return [DraftedTokens(row[3 : 3 + row[0]], row[1], row[2]) for row in self.results.tolist()]
 
 
 class _Pinned:

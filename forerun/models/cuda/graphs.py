@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +40,7 @@ from forerun.models.cuda.packing import (
     masks_of,
 )
 from forerun.models.cuda.paged import QueryPlan
+from forerun.models.cuda.pending import PendingTokens
 from forerun.models.cuda.prompts import PromptRunner
 from forerun.models.cuda.recompute import RecomputeRunner
 from forerun.models.cuda.shared import (
@@ -193,20 +194,6 @@ class _Graph:
         if chosen_at is not None:
             self.buffers.chosen[chosen_at : chosen_at + count].copy_(chosen)
         self.buffers.greedy[out, :count].copy_(chosen, non_blocking=True)
-
-
-@dataclass(frozen=True)
-class PendingTokens:
-    """Tokens that the device is about to choose."""
-
-    done: torch.cuda.Event
-    greedy: list[Tensor]  # [rows of a part] each, in pinned memory
-    launch: int  # number of the launch: what it left on the device is there as long as it is the last one
-
-    def read(self) -> list[int]:
-        """Waits for the device."""
-        self.done.synchronize()
-        return [token for part in self.greedy for token in part.tolist()]
 
 
 class _QueryGraph(_Graph):

@@ -40,7 +40,8 @@ from forerun.models.execution.hidden_features import HiddenFeatures
 MAX_LISTED_TOKENS = 512  # of a batch that is laid out from lists
 
 if TYPE_CHECKING:
-    from forerun.models.cuda.graphs import GraphRunner, PendingTokens
+    from forerun.models.cuda.graphs import GraphRunner
+    from forerun.models.cuda.pending import PendingTokens
     from forerun.models.cuda.stack import Chains
 
 

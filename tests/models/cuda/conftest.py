@@ -1,4 +1,4 @@
-"""Kernels run on the GPU where there is one, else in the interpreter; without Triton only what lays batches out does."""
+"""Kernels run on the GPU where there is one, else in the interpreter; without Triton what lays batches out does."""
 
 import importlib.util
 import os

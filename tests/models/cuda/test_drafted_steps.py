@@ -204,3 +204,70 @@ def test_trees_are_those_that_the_host_grows(compiled, seed):
 def test_a_start_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="17 tokens are not read"):
         start_state([DraftedStart(40, list(range(17)), [0])], 16, 8, 15)
+
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+if HOPPER:
+    import itertools
+    from array import array
+    from dataclasses import replace
+
+    from forerun.cache.pool import PagePool
+    from forerun.models.build import build_decoder
+    from forerun.models.cuda.drafted_steps import DraftedSteps
+    from forerun.models.execution.runner import Runner, Span
+    from forerun_research.bench.shapes import SHAPES, RandomCheckpoint
+
+    CUDA = torch.device("cuda")
+    SHAPES["drafted-test"] = replace(
+        SHAPES["1.5b"],
+        vocab_size=1024,
+        hidden_size=448,
+        num_layers=3,
+        num_heads=14,
+        head_dim=64,
+        intermediate_size=1216,
+    )
+
+    @pytest.fixture(scope="module")
+    def runners():
+        """A target and, as its draft model, the same weights: the first position of a draft is always right."""
+        decoder, _ = build_decoder(RandomCheckpoint("drafted-test", CUDA), CUDA, "bf16", 2048, quiet=True)
+        pool = PagePool(decoder.config, 1600, 16, torch.bfloat16, CUDA)
+        draft_kv = pool.add_draft_kv(decoder.config, torch.bfloat16, CUDA)
+        for cache in itertools.chain(*pool.kv, *draft_kv.kv):
+            cache.normal_()
+        return Runner(decoder, pool, 2048), Runner(decoder, pool, 2048, draft_kv.kv, is_draft=True)
+
+    @pytest.mark.parametrize("sequences", [1, 2, 4])
+    def test_texts_are_those_of_plain_decoding_on_the_device(runners, sequences):
+        target, draft = runners
+        steps = target.drafted_steps(draft, 7, LEAST)
+        assert isinstance(steps, DraftedSteps)
+        steps.prepare()
+        draw = random.Random(sequences)
+        pages = [array("i", [s * 40 + i for i in range(40)]) for s in range(sequences)]
+        texts = [[draw.randrange(1024) for _ in range(draw.randrange(20, 60))] for _ in range(sequences)]
+        plain = [list(text) for text in texts]
+        for text, own in zip(plain, pages, strict=True):
+            target.forward([Span(text[:-1], 0, own, (), prompt=True)])
+            for _ in range(40):
+                logits = target.forward([Span(text[-1:], len(text) - 1, own, (0,))]).logits
+                text.append(int(logits.argmax()))
+        for text, own in zip(texts, pages, strict=True):
+            target.forward([Span(text[:-1], 0, own, (), prompt=True)])
+            draft.forward([Span(text[:-1], 0, own, (), prompt=True)])
+        steps.begin([DraftedStart(len(t), t[-1:], own) for t, own in zip(texts, pages, strict=True)], 8, 15)
+        pending, came = steps.launch(), []
+        for _ in range(12):  # one ahead of the host
+            following = steps.launch()
+            for text, result in zip(texts, pending.read(), strict=True):
+                text += result.tokens
+                came.append(len(result.tokens))
+            pending = following
+        pending.read()
+        for text, expected in zip(texts, plain, strict=True):
+            size = min(len(text), len(expected))
+            assert text[:size] == expected[:size]
+        assert sum(came) > 1.9 * len(came)  # the first position of a draft is right
