@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from forerun.core.drafted import rows_of
 from forerun.decode.control.acceptance import Acceptance, RequestStats
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.control.decision import Decision, DraftedBatch, EndedStep, PaidPlan
@@ -54,8 +55,8 @@ class OnDevice:
         n, plain_s = len(stats), self._plain_s(len(stats), context)
         if not first:
             self.host.observe_on_device(n, seconds)
-        depth, expected = max(plan.rounds, default=0), plan.rate * seconds
-        self.decisions.append(Decision(n, context, plan.drafter, depth, n, expected, seconds, plain_s, plan.why))
+        depth, rows, expected = max(plan.rounds, default=0), n * rows_of(n), plan.rate * seconds
+        self.decisions.append(Decision(n, context, plan.drafter, depth, rows, expected, seconds, plain_s, plan.why))
         self._read_at, self._draft_s, self._gained = None, 0.0, True
         self._ended = EndedStep(seconds, seconds, plain_s, True, 0.0 if first or n > 1 else plan.rate)
 
