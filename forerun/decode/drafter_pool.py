@@ -245,7 +245,7 @@ class DrafterPool:
         try:
             return int(drafter.catch_up_tokens(task.request(1)))
         except Exception as error:
-            self._drop(drafter.name, task, f"{type(error).__name__}: {error}")
+            self.drop(drafter.name, task, f"{type(error).__name__}: {error}")
             return 1 << 20
 
     def propose(self, drafter: Drafter, tasks: list[DraftTask], requests: list[DraftRequest]) -> list[Draft]:
@@ -260,7 +260,7 @@ class DrafterPool:
         if problem is not None:
             if len(requests) > 1:  # one of them may have caused it; the others keep their drafter
                 return [d for t, r in zip(tasks, requests, strict=True) for d in self.propose(drafter, [t], [r])]
-            self._drop(drafter.name, tasks[0], problem)
+            self.drop(drafter.name, tasks[0], problem)
             return [Draft()]
         return [self._validated(drafter.name, t, r, d) for t, r, d in zip(tasks, requests, drafts, strict=True)]
 
@@ -270,7 +270,7 @@ class DrafterPool:
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
-            self._drop(name, task, problem)
+            self.drop(name, task, problem)
             return Draft()
         draft.sources = [name] * len(draft)  # a drafter cannot draft in another's name
         return draft
@@ -288,7 +288,8 @@ class DrafterPool:
                 return f"a proposal that is not a distribution over {vocab} tokens"
         return draft.problem(vocab)
 
-    def _drop(self, name: str, task: DraftTask, problem: str) -> None:
+    def drop(self, name: str, task: DraftTask, problem: str) -> None:
+        """A drafter failed on a sequence: it drafts for it no longer."""
         task.spec_state.drafter_names = [other for other in task.spec_state.drafter_names if other != name]
         self._warn(name, problem)
 

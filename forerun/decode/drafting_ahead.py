@@ -32,6 +32,11 @@ class DraftingAhead:
     def device(self) -> DraftedDevice | None:
         return None if self.drafter is None else self.drafter.steps
 
+    @property
+    def depth(self) -> int:
+        """Positions that a step drafts: rows of a launch cost the same, used or not."""
+        return 0 if self.drafter is None else self.drafter.tokens_per_round
+
     def can(self, state: SpeculationState) -> bool:
         """Whether steps of this sequence need nothing of the host: the likeliest tokens, verified without loss."""
         params = state.context.params
@@ -55,11 +60,15 @@ class DraftingAhead:
     def read_up(self, tasks: list[DraftTask], plan: PaidPlan) -> list[list[int]] | None:
         """The draft model reads what it has not; of each sequence the last tokens that are left for the first step.
         None: a long prompt needs another step."""
-        drafter, left = self.drafter, []
+        drafter, left = self.drafter, list[list[int] | None]()
         assert drafter is not None
         self._controller.record_plan(plan)
         for task in tasks:
-            left.append(drafter.read_up(task.request(drafter.tokens_per_round), rows_of(len(tasks)) // 2))
+            try:
+                left.append(drafter.read_up(task.request(drafter.tokens_per_round), rows_of(len(tasks)) // 2))
+            except Exception as error:  # it drafts for this sequence no longer
+                self._speculator.drafter_pool.drop(drafter.name, task, f"{type(error).__name__}: {error}")
+                left.append(None)
         return None if any(tokens is None for tokens in left) else [tokens for tokens in left if tokens is not None]
 
     def pause(self, tasks: list[DraftTask]) -> None:

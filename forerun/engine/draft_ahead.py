@@ -67,7 +67,7 @@ class DraftAhead:
         if unread is None:
             return False
         starts = [DraftedStart(len(s.tokens), left, s.pages) for s, left in zip(sequences, unread, strict=True)]
-        device.begin(starts, max(plan.rounds), min(seq.params.speculation.nodes for seq in sequences))
+        device.begin(starts, self.drafting.depth, min(seq.params.speculation.nodes for seq in sequences))
         self._in_flight = DraftedInFlight(sequences, plan, device.launch(), start, True)
         self._goes_on = plan
         return True

@@ -39,8 +39,8 @@ def parse_args(given: list[str] | None = None) -> argparse.Namespace:
 
 def main(given: list[str] | None = None) -> int:
     args = parse_args(given)
-    options = {"batch_invariant": True} if args.batch_invariant else {}
-    llm = LLM(args.target, draft_model=args.draft_model, device=args.device, max_num_seqs=64, **options)
+    invariant = True if args.batch_invariant else None
+    llm = LLM(args.target, draft_model=args.draft_model, device=args.device, max_num_seqs=64, batch_invariant=invariant)
     tasks = read_tasks(args.tasks)
     tasks = tasks[:: max(1, len(tasks) // args.answers)][: args.answers]
     conversations = [task.messages for task in tasks]

@@ -206,3 +206,10 @@ def test_a_drafter_that_is_never_right_is_left(folders):
     assert run(engine, PROMPTS[:1], params) == run(plain, PROMPTS[:1], replace(params, speculation="off"))
     assert device.count < 150
     assert isinstance(engine.speculator.controller, Controller)
+
+
+def test_a_drafter_that_fails_while_it_reads_is_left_out(folders, monkeypatch):
+    engine, device = on_device(folders)
+    monkeypatch.setattr(ParallelDrafter, "read_up", lambda *_: 1 / 0)
+    assert run(engine, PROMPTS[:1], GREEDY) == run(make(folders), PROMPTS[:1], replace(GREEDY, speculation="off"))
+    assert not device.count and not leaked(engine)
