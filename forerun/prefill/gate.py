@@ -1,9 +1,9 @@
 """How far an answer over drafted K/V is expected to be from exact prefill's, from what its tail attends to.
 
 What can be seen while a prompt is drafted is `uncovered`: the share of the attention of the prompt's last tokens that
-falls on drafted K/V which stays drafted. The KL to exact prefill grows with it, so that calibration fits a
-non-decreasing curve to held-out windows, and a margin over it that all but MISSING_SHARE of other held-out windows keep
-(split conformal prediction). The ranking by which tokens are recomputed is known before any of them is, so that a
+falls on drafted K/V which stays drafted. The KL to exact prefill grows with it, so that a non-decreasing curve is
+fitted to held-out windows, and a margin over it that all but MISSING_SHARE of other held-out windows keep (split
+conformal prediction). The ranking by which tokens are recomputed is known before any of them is, so that a
 prompt of which too much would stay uncovered takes more of the same ranking in the same pass. Runs no model.
 """
 
@@ -19,6 +19,7 @@ import numpy as np
 MISSING_SHARE = 0.05  # of prompts like the calibration's whose KL may exceed its bound
 MIN_WINDOWS = 20  # on either side of the split; of fewer a quantile of 95% says nothing
 MAX_KNOTS = 32  # of the curve
+PLAIN = "plain"  # kind of the windows that are text as it was found
 # of prompts, by what a share leaves uncovered: only those beyond it have more recomputed. To recompute less of easy and
 # more of all other prompts at equal cost was worse: what is left uncovered says how much is lost, not what more wins
 DEEPEN_QUANTILE = 0.9
@@ -69,6 +70,20 @@ class DamageGate:
     def knows(self, uncovered: float) -> bool:
         """Whether calibration has seen as much left uncovered."""
         return uncovered <= self.knots[-1]
+
+
+def gate_of(windows: dict[str, Any], shares: Sequence[float]) -> DamageGate | None:
+    """From the windows that a profile keeps; only those of text as it was found, where they are enough.
+
+    Windows that were made to copy or to recall are damaged by other rules. With them the shipped pair's bound at 10%
+    was 0.80 in the mean and kept by 120 of 120 prompts of other texts, without them it is 0.29 and kept by 117; the
+    prediction 0.12 and 0.07, the KL itself 0.07.
+    """
+    plain = np.array([kind.split()[0] == PLAIN for kind in windows["kinds"]], dtype=bool)
+    if plain.sum() < 2 * MIN_WINDOWS:
+        plain[:] = True
+    uncovered, kl, top1 = (np.array(windows[name], dtype=np.float64)[plain] for name in ("uncovered", "kl", "top1"))
+    return fit_gate(shares, uncovered, kl, top1)
 
 
 def fit_gate(

@@ -18,7 +18,7 @@ from forerun.errors import BadProfile
 from forerun.models.formats.signed_file import SignedFormat, restored, rounded
 from forerun.prefill.damage import DamageModel
 from forerun.prefill.drift import TextReference
-from forerun.prefill.gate import DamageGate
+from forerun.prefill.gate import DamageGate, gate_of
 from forerun.prefill.maps import Maps
 
 _FACTS = ("kind", "target", "source", "names", "source_cost", "share")
@@ -96,6 +96,8 @@ class Profile:
             damage = DamageModel(**about["damage"]) if "damage" in about else None
             texts = TextReference.from_record(about["texts"]) if "texts" in about else None
             gate = DamageGate.from_record(about["gate"]) if "gate" in about else None
+            if gate is not None and "windows" in facts["facts"]:  # fitted here, so that a better fit needs no new file
+                gate = gate_of(facts["facts"]["windows"], [point.share for point in curve]) or gate
             return cls(maps=maps, curve=curve, damage=damage, texts=texts, gate=gate, **facts)
         except (KeyError, TypeError, ValueError) as error:
             raise _FORMAT.not_whole(path, error) from None

@@ -43,8 +43,8 @@ class Recall(Measure):
             begun = encode(what)
             inserts = [encode(one + other) for one, other in said]
             body = ids[: self.length - len(begun) - sum(map(len, inserts))]
-            for piece in inserts:
-                at = draw.randrange(len(body))
+            places = sorted((draw.randrange(len(body)) for _ in inserts), reverse=True)
+            for at, piece in zip(places, inserts, strict=True):  # from the last one on: none splits another
                 body[at:at] = piece
             # as it is in training: cut where the words end, whatever the tokens of both together are
             whole = encode(what + value)

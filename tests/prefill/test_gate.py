@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +17,17 @@ from forerun.decode.draft_context import DraftContext
 from forerun.models.config import ModelConfig
 from forerun.params import Prefill
 from forerun.prefill.forecast import MIN_SHOWN
-from forerun.prefill.gate import MIN_WINDOWS, DamageGate, GateLevel, conformal_quantile, fit_gate, isotonic
+from forerun.prefill.gate import (
+    MIN_WINDOWS,
+    DamageGate,
+    GateLevel,
+    conformal_quantile,
+    fit_gate,
+    gate_of,
+    isotonic,
+)
 from forerun.prefill.plan import Costs, Policy, PrefillPlan, plan, uncovered
-from forerun.prefill.profile import CurvePoint
+from forerun.prefill.profile import CurvePoint, Profile
 from forerun.prefill.state import PrefillStage, PrefillState
 from tests.prefill.fakes import POLICY, STRICT, Fake, drive, make_prefiller, make_profile, start
 from tests.prefill.test_plan import Cheap
@@ -64,6 +73,29 @@ def test_the_bound_holds_on_other_windows_and_not_by_its_width() -> None:
     assert (np.diff(grid) >= 0).all()
     assert gate.knows(0.3) and not gate.knows(0.95)
     assert fit_gate(SHARES, *made_windows(2 * MIN_WINDOWS - 1, 0)) is None
+
+
+def test_a_gate_is_one_of_text_as_it_was_found() -> None:
+    found, made = made_windows(120, 3), made_windows(60, 4)
+    made[1][:] *= 20.0  # as windows are that repeat themselves where nothing looks for repeats
+    rows = [np.concatenate(both).tolist() for both in zip(found, made, strict=True)]
+    windows = dict(zip(("uncovered", "kl", "top1"), rows, strict=True))
+    windows["kinds"] = ["plain code"] * 120 + ["copy prose"] * 60
+    gate, alone = gate_of(windows, SHARES), fit_gate(SHARES, *found)
+    assert gate is not None and gate == alone and gate.windows == 120
+    few = ["plain"] * (2 * MIN_WINDOWS - 1)
+    everything = gate_of(windows | {"kinds": few + ["copy"] * (180 - len(few))}, SHARES)
+    assert everything is not None and everything.windows == 180 and everything.predict(0.4) > 2 * gate.predict(0.4)
+
+
+def test_a_profile_is_opened_with_the_gate_of_its_windows(tmp_path: Path) -> None:
+    found = [values.tolist() for values in made_windows(100, 5)]
+    windows = dict(zip(("uncovered", "kl", "top1"), found, strict=True)) | {"kinds": ["plain"] * 100}
+    curve = [CurvePoint(share, share, 0.9, 0.1) for share in SHARES]
+    make_profile(gate=GATE, curve=curve, facts={"windows": windows}).save(tmp_path / "a")
+    assert Profile.load(tmp_path / "a").gate == fit_gate(SHARES, *made_windows(100, 5)) != GATE
+    make_profile(gate=GATE, curve=curve).save(tmp_path / "b")  # of a version that kept no windows
+    assert Profile.load(tmp_path / "b").gate == GATE
 
 
 def test_levels_let_nine_of_ten_windows_pass_and_help_the_rest() -> None:

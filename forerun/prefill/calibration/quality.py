@@ -18,13 +18,13 @@ from torch import Tensor
 from forerun.core.progress import track
 from forerun.models.config import ModelConfig
 from forerun.prefill.calibration.model_pair import FIRST_TOKENS, TAIL_TOKENS, DraftedWindows, ModelPair
+from forerun.prefill.gate import PLAIN
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import CurvePoint
 
 CURVE_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)  # of recomputed tokens, at which the curve is measured
 MAX_DEFAULT_COST = 0.6  # of exact prefill: beyond it a default saves too little for what it loses
 FALLBACK_MAX_SHARE = 0.1  # of a default where the quality is out of reach: tasks go as well as with more
-PLAIN = "plain"  # kind of the windows that are text as it was found
 
 QualityByKind = dict[str, list[dict[str, float]]]  # kind of window -> per share its agreement and divergence
 

@@ -30,7 +30,7 @@ from forerun.prefill.calibration.setup import CalibrationModels, FitSettings, ch
 from forerun.prefill.calibration.thresholds import choose_thresholds
 from forerun.prefill.calibration.windows import Windows, WindowSettings, read_windows
 from forerun.prefill.drift import TextReference
-from forerun.prefill.gate import fit_gate
+from forerun.prefill.gate import gate_of
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Profile, as_stored
 
@@ -116,6 +116,7 @@ def _measured(models: CalibrationModels, job: CalibrationJob, maps: Maps) -> Pro
     some = held[:THRESHOLD_WINDOWS]
     limits = choose_thresholds(pair, maps, some, ahead, share, quality, stop_after(1.0), quiet)
     source = models.source or models.target
+    windows = each.record() | {"kinds": [" ".join(window) for window in kinds[: len(each.kl)]]}
     return Profile(
         kind=models.kind,
         target=models.fingerprints[0],
@@ -130,9 +131,9 @@ def _measured(models: CalibrationModels, job: CalibrationJob, maps: Maps) -> Pro
             "quality_reached": reached,
             "kinds": by_kind,
             "texts": _texts(by_kind, share),
-            "windows": each.record() | {"kinds": [" ".join(window) for window in kinds[: len(each.kl)]]},
+            "windows": windows,
         },
-        gate=fit_gate(CURVE_SHARES, each.uncovered, each.kl, each.top1),
+        gate=gate_of(windows, CURVE_SHARES),
         texts=TextReference.fit(job.windows.train.numpy(), job.windows.held.numpy()),
     )
 
