@@ -61,6 +61,18 @@ class SpeculationState:
         """The depth that the request fixes; 0 where the controller decides."""
         return self.context.params.speculation.depth
 
+    @property
+    def waits(self) -> bool:
+        """Whether drafts made beside steps in flight are compared with the tokens that come."""
+        return bool(self.beside or self.followed)
+
+    def count_step(self, accepted: int, why: str) -> None:
+        """A step of it, which drafted so or not at all, and why."""
+        usage = self.usage
+        usage.lengths.append(accepted)
+        usage.plain_s = self.stats.plain_s
+        usage.decisions[why] = usage.decisions.get(why, 0) + 1
+
     def refine_kind(self, tokenizer: Tokenizer | None) -> None:
         """A question in prose may be answered in code: an answer's first tokens show it."""
         if self.kind_final or self.stats.tokens < KIND_TOKENS:

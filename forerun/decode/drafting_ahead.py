@@ -97,10 +97,8 @@ class DraftingAhead:
         self._controller.record_tokens(state.stats, len(emitted))
         self._controller.record_on_device(state.stats, drafter.name, result.depth, accepted, len(emitted))
         self._speculator.resolve_beside(state, len(emitted))
-        usage, why = state.usage, self._controller.last_why
-        usage.lengths.append(accepted)
-        usage.plain_s = state.stats.plain_s
-        usage.decisions[why] = usage.decisions.get(why, 0) + 1
+        usage = state.usage
+        state.count_step(accepted, self._controller.last_why)
         usage.verifier, usage.lossless, usage.distance = state.verifier.name, True, state.verifier.spent
         for counted in (usage, self._speculator.totals):
             counted.drafted += result.nodes

@@ -382,14 +382,19 @@ class Speculator:
         self.totals.steps += len(drafts)
         self.totals.verify_s += seconds
 
+    def record_plain(self, states: list[SpeculationState]) -> None:
+        """`record_outcome` of a step that was launched ahead without a draft, before its tokens are appended: drafts
+        that are compared with them get them by `resolve_beside`."""
+        self.controller.record_single([state.stats for state in states])
+        for state in states:
+            state.count_step(0, self.controller.last_why)
+
     def record_outcome(self, spec_state: SpeculationState, draft: Draft, verdict: Verdict, emitted: list[int]) -> None:
         """Count what was drafted and accepted, and learn from every draft of the step, verified or not."""
         path = verdict.path[: len(emitted)]  # an answer may end inside it
         stats = spec_state.stats
         self.controller.record_tokens(stats, len(emitted))
-        spec_state.usage.lengths.append(len(path))
-        spec_state.usage.plain_s, why = stats.plain_s, self.controller.last_why
-        spec_state.usage.decisions[why] = spec_state.usage.decisions.get(why, 0) + 1
+        spec_state.count_step(len(path), self.controller.last_why)
         self.resolve_beside(spec_state, len(emitted))
         if not spec_state.free_run_s and not spec_state.drafts and not len(draft):
             return

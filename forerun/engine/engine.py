@@ -155,9 +155,9 @@ class Engine:
         waited_s = now - start if step.launched < self._last_read else 0.0
         seconds, self._last_read = now - max(step.launched, self._last_read), now
         rows = [pair for pair in zip(step.sequences, tokens, strict=True) if pair[0].phase is Phase.DECODING]
-        if any(seq.spec_state is not None for seq, _ in rows):
-            longest = max(len(seq.tokens) for seq, _ in rows)
-            self.speculator.observe([_NO_DRAFT] * len(rows), longest, seconds, waited_s)
+        if states := [seq.spec_state for seq, _ in rows if seq.spec_state is not None]:
+            self.speculator.observe([_NO_DRAFT] * len(rows), max(len(s.tokens) for s, _ in rows), seconds, waited_s)
+            self.speculator.record_plain(states)
         self.scheduler.pacer.observe(StepWork(len(rows), 0, 0), 0, seconds)
         for seq, token in rows:
             seq.usage.verify_s += seconds
@@ -258,13 +258,13 @@ class Engine:
             self.runner.move(seq.pages, source, list(range(first + straight, first + len(path))))
 
     def _append_plain(self, seq: Sequence, token: int) -> None:
-        """`_advance` for a sequence that ran its last token and drafted nothing, in a fraction of its time."""
+        """`_advance` for a sequence that ran its last token and drafted nothing, in less time."""
         seq.computed += 1
         event, reason = self.output.append_one(seq, token)
         if seq.params.timeline:
             seq.record_step(1, 0)
-        if seq.spec_state is not None:
-            self.speculator.record_outcome(seq.spec_state, _NO_DRAFT, _NOTHING_ACCEPTED, [token])
+        if (state := seq.spec_state) is not None and state.waits:
+            self.speculator.resolve_beside(state, 1)
         if reason is not None:
             self._finish(seq, reason, event)
             return

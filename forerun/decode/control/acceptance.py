@@ -47,6 +47,7 @@ PRIOR_ANSWER_TOKENS, PRIOR_ANSWER_DEVIATION = 128.0, {"code": 24.0, "numbers": 6
 PRIOR_DEVIATION_ELSEWHERE = 110.0
 PRIOR_ANSWERS = 2.0  # that these count for
 LENGTH_DECAY = 0.95  # per answer
+RECENT_DECAY = 0.9  # per step, of the rate that a drafter which has to read first must beat
 
 _EDGES = (0, 2, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)  # percent: fine where probabilities are near one
 _BIN = [sum(percent >= edge for edge in _EDGES) - 1 for percent in range(101)]
@@ -307,6 +308,16 @@ class RequestStats:
     paid_expected: float = 0.0  # and those that were planned for the time that they took
     plain_s: float = 0.0  # what its tokens would have taken without drafting
     taken_s: float = 0.0  # what they took
+
+    def count_plain(self, wall_s: float, taken_s: float, plain_s: float) -> None:
+        """Of a step that drafted nothing."""
+        self.tokens += 1
+        self.plain_s += plain_s
+        self.taken_s += taken_s
+        self.elapsed_s += min(wall_s, plain_s)
+        if wall_s:
+            self.recent_tokens = self.recent_tokens * RECENT_DECAY + 1
+            self.recent_s = self.recent_s * RECENT_DECAY + wall_s
 
     def count_paid(self, tokens: int, expected: float) -> None:
         """Of a step with a paid drafter."""

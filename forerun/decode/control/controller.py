@@ -27,6 +27,7 @@ from forerun.decode.control import selection, slack
 from forerun.decode.control.acceptance import (
     DOUBT,
     MAX_KIND_OBSERVATIONS,
+    RECENT_DECAY,
     Acceptance,
     DrafterRecord,
     RequestStats,
@@ -62,7 +63,6 @@ READ_ELSEWHERE_PRIOR_S = 3e-3  # the same of a draft server, on one core
 MAX_DRAFT_PLAIN_STEPS = 4.0  # drafting time that counts, in plain steps; more was a start, which does not recur
 MAX_GROWN_PROB, MIN_GROWN_PROB = 0.2, 0.02  # path probability below which free drafters need not grow a node
 RECENT_DECISIONS = 256
-RECENT_DECAY = 0.9  # per step, of the rate that a drafter which has to read first must beat
 
 
 class Controller(Waiting, OnDevice):

@@ -1,4 +1,4 @@
-"""Steps that draft without the host: what they take, what free drafters would give in their place, what came of them.
+"""Steps that run ahead of the host, drafted or not: what they take, what free drafters would give instead, what came.
 
 The decision itself is the same as for any paid drafter (`Controller.plan_rounds`). Knows no device.
 """
@@ -59,6 +59,15 @@ class OnDevice:
         self.decisions.append(Decision(n, context, plan.drafter, depth, rows, expected, seconds, plain_s, plan.why))
         self._read_at, self._draft_s, self._gained = None, 0.0, True
         self._ended = EndedStep(seconds, seconds, plain_s, True, 0.0 if first or n > 1 else plan.rate)
+
+    def record_single(self, batch: list[RequestStats]) -> None:
+        """`record_tokens` of one token for each of many sequences, in a fraction of its time: the host is what a step
+        of a large batch waits for."""
+        wall_s, taken_s, plain_s, _, _ = self._ended or EndedStep(0.0, 0.0, 0.0, False, 0.0)
+        for s in batch:
+            if s.gain.open:
+                self.acceptance.gains.record(s.kind, s.gain, 0)
+            s.count_plain(wall_s, taken_s, plain_s)
 
     def record_on_device(self, stats: RequestStats, drafter: str, depth: int, accepted: int, tokens: int) -> None:
         """What a step gave one sequence: of so many drafted positions, the accepted ones, and all its tokens."""
