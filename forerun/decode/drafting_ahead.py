@@ -14,7 +14,6 @@ from forerun.decode.drafter_pool import DraftTask, SpeculationState, drafted_bat
 from forerun.decode.drafters.parallel import ParallelDrafter
 from forerun.decode.speculator import Speculator
 
-LEAVE_MARGIN = 1.5  # tokens a second of free drafts over the device's: leaving and coming back cost a pause each
 PAUSE_TOKENS = 16  # of an answer, after there was no room for a step
 
 
@@ -40,8 +39,14 @@ class DraftingAhead:
     def can(self, state: SpeculationState) -> bool:
         """Whether steps of this sequence need nothing of the host: the likeliest tokens, verified without loss."""
         params = state.context.params
-        named = ParallelDrafter.name in state.drafter_names
-        return params.greedy and named and state.verifier.lossless and not state.fixed_depth and self.device is not None
+        paid = [name for name in state.drafter_names if name in self._controller.drafters]
+        return (
+            params.greedy
+            and paid == [ParallelDrafter.name]
+            and state.verifier.lossless
+            and not state.fixed_depth
+            and self.device is not None
+        )
 
     def mark(self, tasks: list[DraftTask]) -> list[DraftTask]:
         """The same tasks, which know by how many rows of a launch each can draft so."""
@@ -55,7 +60,7 @@ class DraftingAhead:
         stats = [task.spec_state.stats for task in tasks]
         self._controller.idle_s(stats, mean_context(tasks))
         self._speculator.draft_beside(self.mark(tasks))
-        return self._speculator.plan_on_device(tasks, 0.0, LEAVE_MARGIN)
+        return self._speculator.plan_on_device(tasks, 0.0)
 
     def read_up(self, tasks: list[DraftTask], plan: PaidPlan) -> list[list[int]] | None:
         """The draft model reads what it has not; of each sequence the last tokens that are left for the first step.

@@ -45,7 +45,8 @@ MIN_WAIT_S = 20e-6  # for a step in flight: the host that waits less was late, a
 # and planning takes the host 0.2 ms beside an H200's step of 4
 PLAN_STEPS = 4
 MAX_PAUSE_STEPS = 31  # of a batch in which no draft paid: asking took 3 to 6% of steps of 4 to 16 (docs/log.md)
-FREE_MARGIN = 1.2  # tokens a second of free drafts over those of steps on the device, from which the host takes over
+# Tokens a second of free drafts over those of steps on the device, from which the host takes over (docs/log.md)
+FREE_MARGIN = 1.6
 
 
 class Speculator:
@@ -165,7 +166,7 @@ class Speculator:
         self._left = False
         self._merge(with_room)
         spent_s = time.perf_counter() - start
-        if len(with_room) == len(tasks) and (plan := self.plan_on_device(tasks, spent_s, FREE_MARGIN)):
+        if len(with_room) == len(tasks) and (plan := self.plan_on_device(tasks, spent_s)):
             for task in tasks:
                 task.draft = Draft()
             return plan
@@ -180,17 +181,17 @@ class Speculator:
             task.spec_state.usage.draft_s += seconds
         return None
 
-    def plan_on_device(self, tasks: list[DraftTask], spent_s: float, margin: float) -> PaidPlan | None:
-        """The plan of steps that draft without the host, where these can, that beats plain decoding, and where the
-        drafts that the tasks have do not beat it by this margin."""
+    def plan_on_device(self, tasks: list[DraftTask], spent_s: float) -> PaidPlan | None:
+        """The plan of steps that draft without the host, where these can, that beats plain decoding, and that the
+        drafts which the tasks have do not beat by FREE_MARGIN."""
         if not on_device_rows(tasks):
             return None
-        context = mean_context(tasks)
-        ((drafter, own),) = self._by_drafter(tasks, free=False)
+        context, ((drafter, own),) = mean_context(tasks), self._by_drafter(tasks, free=False)
         plan = self._plan(drafter, own, context, 0.0)
         if plan is None or len(own) < len(tasks) or not all(plan.rounds):
             return None
-        return plan if self.controller.free_rate(drafted_batch(tasks, context, spent_s)) <= margin * plan.rate else None
+        free_rate = self.controller.free_rate(drafted_batch(tasks, context, spent_s))
+        return plan if free_rate <= FREE_MARGIN * plan.rate else None
 
     def _take_beside(self, task: DraftTask) -> bool:
         """What free drafters drafted beside the step whose token has just come, as far as that token agrees: they need

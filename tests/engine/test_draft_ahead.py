@@ -196,6 +196,8 @@ def test_what_needs_the_host_is_not_drafted_so(folders):
     engine, device = on_device(folders)
     for how in ({"temperature": 0.8, "seed": 1}, {"frequency_penalty": 0.5}, {"logprobs": 2}):
         run(engine, PROMPTS[:1], replace(GREEDY, max_tokens=12, **how))
+    for drafters in ("parallel+model", "lookup", "off"):  # two that run the draft model, none
+        run(engine, PROMPTS[:1], replace(GREEDY, max_tokens=12, speculation=drafters))
     assert not device.count
 
 

@@ -45,7 +45,7 @@ class OnDevice:
 
     def free_rate(self, batch: DraftedBatch) -> float:
         """Tokens a second of the step in which the host has the free drafts of this batch verified; 0: none pays."""
-        found = self._selected(batch, self._costs(len(batch.stats), batch.spent_s))
+        found = self._selected(batch, self._costs(len(batch.stats), batch.spent_s), doubt=True)
         return sum(found.gains) / found.seconds if found.size > len(batch.stats) else 0.0
 
     def observe_on_device(
