@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from forerun.models.formats.checkpoint import open_checkpoint
+from forerun_research.bench.shapes import SHAPES
 from forerun_research.scripts import trained_pair
 from forerun_research.studies import small_models
 from forerun_research.studies.study import load
@@ -25,6 +26,7 @@ def test_models_of_one_tokenizer_and_stream(tmp_path: Path, monkeypatch: pytest.
     assert files[0].read_bytes() == files[1].read_bytes()
     assert (np.load(tmp_path / trained_pair.STREAM) == 0).sum() == len(TEXTS)
     assert 0 < sum(path.stat().st_size for path in (tmp_path / "text").iterdir()) <= 3000
+    small_models.network(SHAPES["tinier"])  # what is imported for it takes longer than the training
     for shape in ("tiny", "tinier"):
         trained_pair.train_one(tmp_path, shape, 0.7, "cpu")
         assert json.loads((tmp_path / f"{shape}.json").read_text())["steps"] >= 1
