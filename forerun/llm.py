@@ -94,6 +94,8 @@ class LLM(OldLLMNames):
     Of what is open, `llm.tokenizer` encodes and decodes, and `llm.config` describes the model.
     """
 
+    _is_draft = False  # whether only guesses for targets elsewhere are wanted of it
+
     @accepts_old_arguments(LLM_ARGUMENTS)
     def __init__(
         self,
@@ -139,7 +141,7 @@ class LLM(OldLLMNames):
             count, self._threads_chosen = choose_threads(threads)
             torch.set_num_threads(count)
         goal = inputs.weight_goal(memory, quality, weights, where)
-        loader = ModelLoader(where, weights, quiet, batch_invariant, goal, skip_tokenizer_init)
+        loader = ModelLoader(where, weights, quiet, batch_invariant, goal, skip_tokenizer_init, self._is_draft)
         opened = loader.open(model, draft_model, prefill_profile, max_model_len, adapt)
         config = EngineConfig(
             max_model_len=opened.context,

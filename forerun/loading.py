@@ -98,6 +98,7 @@ class ModelLoader:
     batch_invariant: bool | None
     goal: WeightGoal | None = None  # what the bits of the target's layers are chosen for
     skip_tokenizer: bool = False
+    is_draft: bool = False  # the model's own answers are not wanted, only its guesses for targets elsewhere
 
     def __post_init__(self) -> None:
         self.report, self._start = LoadReport(time.time()), time.perf_counter()
@@ -131,7 +132,8 @@ class ModelLoader:
             raise BadRequest("adapt is for a drafter on the target's hidden states, and there is none", hint)
         context = checked_model_len(max_model_len, checkpoint.config.max_context)
         tokenizer = self._tokenizer(checkpoint)
-        decoder, precision = self._decoder(checkpoint, context, plan=self._plan(checkpoint, tokenizer))
+        plan = self._plan(checkpoint, tokenizer)
+        decoder, precision = self._decoder(checkpoint, context, self.is_draft, plan)
         draft = None if drafting is None else self.draft(drafting, decoder, tokenizer, context)
         reader = None
         if hidden is not None:
@@ -220,7 +222,8 @@ class ModelLoader:
         files = [file for checkpoint in models for file in checkpoint.files]
         if min(map(checkpoint_bytes, models)) < MIN_KEPT_BYTES:
             return None
-        settings = (precision.identity, self.weights, self.batch_invariant, torch.get_num_threads(), torch.__version__)
+        identity = f"{precision.identity} of a draft model" if self.is_draft else precision.identity
+        settings = (identity, self.weights, self.batch_invariant, torch.get_num_threads(), torch.__version__)
         with self.stage("costs"):
             whole = precision.name in ("int8", "file", "mixed")  # then it is known: packed weights have its name
             weights = [fingerprint(c, self.quiet) if whole else sampled_fingerprint(c) for c in models]

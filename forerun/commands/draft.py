@@ -58,6 +58,7 @@ def serve(opened: opt.ModelOptions, server: DraftServerOptions) -> None:
 
     from forerun.options import check_number
     from forerun.serve.draft_server import DraftServeConfig, DraftServer
+    from forerun.serve.draft_worker import DraftingLLM
     from forerun.serve.logs import configure_logs
     from forerun.serve.server import listen
 
@@ -66,7 +67,7 @@ def serve(opened: opt.ModelOptions, server: DraftServerOptions) -> None:
     config = DraftServeConfig(*limits, keys=api_keys(server.api_keys))
     configure_logs(server.log_format)
     console = Console(stderr=True, highlight=False)
-    with listen(server.host, server.port) as sock, run_in_thread(opened.open) as llm:
+    with listen(server.host, server.port) as sock, run_in_thread(lambda: DraftingLLM(**opened.llm_options())) as llm:
         made = run_in_thread(lambda: DraftServer(llm, config))
         host = f"[{server.host}]" if ":" in server.host else server.host
         port = sock.getsockname()[1]

@@ -47,6 +47,13 @@ ENTROPY_FACTOR = 0.2
 Reply = Callable[[Tree | Forgot | Refused], None]
 
 
+class DraftingLLM(LLM):
+    """A model that is opened as the draft model of a target is, in another process: faster, as its guesses are checked.
+    Of a large vocabulary it guesses the frequent tokens and those that its sequences have."""
+
+    _is_draft = True
+
+
 @dataclass(eq=False)
 class ServedSequence:
     """One sequence of one target."""
