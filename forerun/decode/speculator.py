@@ -19,7 +19,7 @@ from forerun.decode import tree
 from forerun.decode.control.controller import ASKED_SEQUENCES, Controller, PaidPlan
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.control.kinds import kind_of
-from forerun.decode.control.waiting import TURN_PATIENCE
+from forerun.decode.control.waiting import MAX_TURN_DEPTH
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafter_pool import (
     DrafterPool,
@@ -237,11 +237,11 @@ class Speculator:
             wait_s, first_prob = self.controller.max_wait_s(task.spec_state.stats, drafter.name)
         request = replace(task.request(task.max_nodes), min_prob=least, max_wait_s=wait_s, first_prob=first_prob)
         if drafter.name in self.controller.slowdowns and 0.0 < wait_s < math.inf:
-            turn = self.controller.turn(task.spec_state.stats, drafter.name)
-            if turn.depth:
-                request.max_depth = min(request.max_depth, turn.depth)
-                request.max_wait_s, request.first_prob = TURN_PATIENCE * turn.draft_s, 1.0
-                request.in_turn = True
+            stats, name = task.spec_state.stats, drafter.name
+            if (turn := self.controller.turn(stats, name)).depth:
+                request.max_wait_s, least = self.controller.turn_limits(stats, name, turn)
+                request.max_depth, request.first_prob = min(request.max_depth, MAX_TURN_DEPTH), 1.0
+                request.min_path_probs, request.in_turn = [least], True
         return request
 
     def _by_drafter(self, tasks: list[DraftTask], free: bool) -> list[tuple[Drafter, list[DraftTask]]]:

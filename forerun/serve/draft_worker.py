@@ -106,7 +106,9 @@ class ServedDrafter(ModelDrafter):
         parent = tree.draft.parents[best]
         above, entropy = 1.0 if parent == ROOT else tree.path[parent], sequence.entropies.get(parent, 0.0)
         by_entropy = above * max(0.0, 1.0 - math.sqrt(ENTROPY_FACTOR * entropy))
-        if self._should_stop(sequence, order, min(tree.path[best], by_entropy), tree.depth[best]):
+        if min(tree.path[best], by_entropy) < order.min_prob:
+            return []
+        if self._should_stop(sequence, order, tree.path[best], tree.depth[best]):
             return []
         return super()._next_nodes(tree)
 
@@ -234,7 +236,7 @@ class DraftWorker:
 
     def _should_stop(self, sequence: ServedSequence, order: DraftOrder, prob: float, depth: int) -> bool:
         """Called before every round of a tree."""
-        if sequence.order is not order or self._closed or prob < order.min_prob:
+        if sequence.order is not order or self._closed:
             return True
         if depth >= SHARED_DEPTH and len(self._waiting_beside()) > 0:
             return True

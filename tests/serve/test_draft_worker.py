@@ -11,8 +11,10 @@ import pytest
 
 from forerun import LLM
 from forerun.decode.remote.protocol import DraftOrder, Tree
+from forerun.models import build
+from forerun.models.execution.short_head import ShortHead
 from forerun.serve import draft_worker
-from forerun.serve.draft_worker import SHARED_DEPTH, DraftWorker
+from forerun.serve.draft_worker import SHARED_DEPTH, DraftingLLM, DraftWorker
 from tests import tiny
 
 TOKENS = [3, 9, 4, 17, 8]
@@ -92,3 +94,18 @@ def test_an_order_that_was_replaced_has_no_tree(worker: DraftWorker) -> None:
         worker.cancel("target", 2, 1)
     draft(worker, [order(3)])
     assert [(frame.seq, frame.version) for frame in frames] == [(1, 2)]
+
+
+def test_a_served_model_is_opened_as_a_draft(
+    tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head of a large vocabulary is the largest matrix of a small model, and most of it is never guessed."""
+    monkeypatch.setattr(build, "FREQUENT_IDS", tiny.VOCAB // 4)
+    options = {"dtype": "float32", "quiet": True, "max_model_len": 512, "threads": 1}
+    with DraftingLLM(str(tiny_folder("llama")), **options) as llm:
+        assert isinstance(llm.decoder.head, ShortHead)
+        made = DraftWorker(llm, max_sequences=1)
+        made.start()
+        (tree,) = draft(made, [order()])
+        assert tree.tokens and all(token < tiny.VOCAB // 4 or token in TOKENS for token in tree.tokens)
+        made.stop()

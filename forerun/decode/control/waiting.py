@@ -15,16 +15,21 @@ from forerun.decode.control.acceptance import DOUBT, Acceptance, RequestStats
 from forerun.decode.control.cost import CostCurve, Slowdown
 from forerun.decode.control.decision import OpenStep
 
-MAX_TURN_DEPTH = 8  # of a draft that is waited for whole
+MAX_TURN_DEPTH = 16  # of a draft that is waited for whole
+NAMED_SHARE = 0.02  # of an answer's time, that drafts in turn may lose where the request names their drafter
+MIN_TURN_PATH = 0.05  # probability of a path below which no deeper draft is planned for
+MAX_RAW_PROB = 0.98  # that a server's own probability has to have: by it alone none is certain
 TURN_PATIENCE = 2.0  # times what a draft is expected to take, until the step goes on without it
 
 
 class Turn(NamedTuple):
-    """A draft that the target waits for: its depth (0: none pays), and what a step with it gains and takes."""
+    """A draft that the target waits for: the depth that pays most on average (0: none pays), what a step with it gains
+    and takes, and how probable a path must be for the server to go on: single drafts may be deeper, or end before."""
 
     depth: int = 0
     gained_s: float = 0.0  # over plain steps for as many tokens
     draft_s: float = 0.0  # until it is here
+    least: float = 1.0  # probability of a path
 
 
 def best_turn(
@@ -40,7 +45,11 @@ def best_turn(
         draft_s = way_s + depth * round_s
         seconds = draft_s + verify_s(1 + depth)
         if tokens / seconds > best_rate:
-            best, best_rate = Turn(depth, tokens * plain_s - seconds, draft_s), tokens / seconds
+            best_rate = tokens / seconds
+            more_s = round_s + verify_s(2 + depth) - verify_s(1 + depth)
+            best = Turn(depth, tokens * plain_s - seconds, draft_s, min(1.0, best_rate * more_s))
+        if path < MIN_TURN_PATH:
+            break
     return best
 
 
@@ -61,14 +70,34 @@ class Waiting:
         return first * self._step.plain_s / len(self._step.stats), first
 
     def turn(self, s: RequestStats, drafter: str) -> Turn:
-        """The best draft of a server that takes turns with the target; none where the two may compute at once."""
+        """The best draft of a server that takes turns with the target; none where the two may compute at once. All of it
+        is waited for, so it has to pay by a lower bound of acceptance; where the request names the drafter and its
+        server has read the prompt the mean will do, as long as what drafts have lost stays small."""
         assert self._step is not None
-        slowdown, n, plain_s = self.slowdowns[drafter], len(self._step.stats), self._step.plain_s
+        assert self._step is not None
+        slowdown = self.slowdowns[drafter]
         if not (slowdown.takes_turns or slowdown.matters):
             return Turn()
-        doubt = 0.0 if s.named else DOUBT
+        low, mean = (self._best_turn(s, drafter, doubt) for doubt in (DOUBT, 0.0))
+        if low.depth:
+            return mean._replace(gained_s=low.gained_s)
+        token_s = self._step.plain_s / len(self._step.stats)
+        bearable_s = NAMED_SHARE * (s.plain_s + self.acceptance.expected_remaining(s) * token_s)
+        known = s.named and s.own[drafter].runs > 0.0
+        return mean if known and s.taken_s - s.plain_s + mean.draft_s <= bearable_s else low
+
+    def _best_turn(self, s: RequestStats, drafter: str, doubt: float) -> Turn:
+        assert self._step is not None
+        slowdown, n, plain_s = self.slowdowns[drafter], len(self._step.stats), self._step.plain_s
         probs = self.acceptance.records[drafter].by_depth(s.kind, s.own[drafter], MAX_TURN_DEPTH, doubt)
         rest_s = plain_s - self.target.seconds(n, n)
         return best_turn(
             probs, plain_s, lambda rows: rest_s + self.target.seconds(n * rows, n), slowdown.round_s, slowdown.way_s
         )
+
+    def turn_limits(self, s: RequestStats, drafter: str, turn: Turn) -> tuple[float, float]:
+        """Of a draft in turn: how long to wait for the deepest one, and the least probability of a path by the server
+        itself for which another round pays."""
+        slowdown, own = self.slowdowns[drafter], s.own[drafter]
+        raw = self.acceptance.records[drafter].raw_path_probs([turn.least] * turn.depth, own.factor)[-1]
+        return TURN_PATIENCE * (slowdown.way_s + MAX_TURN_DEPTH * slowdown.round_s), min(MAX_RAW_PROB, raw)

@@ -118,10 +118,11 @@ class RoundTrips:
     def __init__(self) -> None:
         self.network_s = 0.0
         self.server_s = 0.05  # of an order that is waited for, before one was
-        self.round_s = 0.01
+        self.round_s = 0.01  # until a tree says
         self.step_s = 0.05  # of the target, between two drafts of a sequence
         self.hits = 0.5  # share of guessed outcomes that came
         self._ordinary = 0  # orders since the last guess
+        self._told = False  # whether a tree did
 
     def observe(self, tree: Tree, flight: _Flight, now: float) -> None:
         server_s = tree.server_us * 1e-6
@@ -129,7 +130,8 @@ class RoundTrips:
         if not flight.guess and flight.unread <= MAX_UNREAD_TOKENS:
             self.server_s = self._mean(self.server_s, server_s)
         if tree.round_us:
-            self.round_s = self._mean(self.round_s, tree.round_us * 1e-6)
+            round_s = tree.round_us * 1e-6
+            self.round_s, self._told = self._mean(self.round_s, round_s) if self._told else round_s, True
 
     def observe_step(self, seconds: float) -> None:
         if seconds < MAX_STEP_S:
@@ -347,6 +349,7 @@ class RemoteDrafter(Drafter):
         pairs = zip(new, sequence.known_assumed, strict=False)
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(new), len(sequence.known_assumed)))
         sequence.version += 1
+        paid_prob = request.min_path_probs[0] if request.in_turn else trips.round_s / max(trips.step_s, 1e-6)
         order = DraftOrder(
             sequence.wire_id,
             sequence.version,
@@ -359,7 +362,7 @@ class RemoteDrafter(Drafter):
             prob_bits=self.prob_bits,
             temperature=0.0 if params.greedy else params.temperature,
             min_prob=request.min_prob,
-            paid_prob=min(1.0, trips.round_s / max(trips.step_s, 1e-6)),
+            paid_prob=min(1.0, paid_prob),
             free_ms=round(1000.0 * free_s),
         )
         sequence.known_first, sequence.known_assumed = len(tokens), list(assumed.tokens)

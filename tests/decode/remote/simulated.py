@@ -50,7 +50,7 @@ class SimulatedServer:
         self.known: dict[int, list[int]] = {}  # wire id -> tokens that the server has read
         self.busy: list[tuple[float, float]] = []  # when it computed, and will
         self.answers: list[tuple[float, Tree]] = []  # on their way, with the time they arrive
-        self.orders = 0
+        self.orders, self.depths = 0, list[int]()
 
     def wait_attempted(self, seconds: float) -> None:
         pass
@@ -72,6 +72,7 @@ class SimulatedServer:
         tokens = [*self.known.get(frame.seq, [])[: frame.kept], *frame.tokens]
         read_s = len(frame.tokens) * self.world.machine.read_s[1] if len(frame.tokens) > 8 else 0.0
         depth = self._depth(frame)
+        self.depths.append(depth)
         end = begin + read_s + depth * self.round_s
         self.known[frame.seq] = tokens
         self.busy.append((begin, end))
@@ -104,10 +105,14 @@ class SimulatedServer:
         return made
 
     def deliver(self, receive: Any) -> None:
-        due = [tree for at, tree in self.answers if at <= self.world.clock.now]
-        self.answers = [(at, tree) for at, tree in self.answers if at > self.world.clock.now]
-        for tree in due:
+        """Answers are received when they arrive, as a link's thread does, also where the target computes then."""
+        clock = self.world.clock
+        now, due = clock.now, [answer for answer in self.answers if answer[0] <= clock.now]
+        self.answers = [answer for answer in self.answers if answer[0] > now]
+        for arrived, tree in due:
+            clock.now = arrived
             receive(tree)
+        clock.now = now
 
     def slowed(self, start: float, seconds: float) -> float:
         """What a forward of so many seconds takes from `start` on."""
@@ -166,6 +171,7 @@ class RemoteWorld(World):
 
     def __init__(self, network: Network, machine: Machine = ONE_CORE) -> None:
         super().__init__(machine, ("lookup",))
+        self.stated: float | None = None
         self.server = SimulatedServer(self, network)
         kind: Any = remote_drafter(NAME.partition(":")[2])
         kind._open_links = lambda drafter, hello: [self.server]
@@ -183,7 +189,8 @@ class RemoteWorld(World):
 
     @property
     def claimed(self) -> float:
-        return 1.0 - 0.75 * (1.0 - self.text.category.model)
+        """What the server says of each of its tokens."""
+        return self.stated or 1.0 - 0.75 * (1.0 - self.text.category.model)
 
     @contextmanager
     def _on_clock(self) -> Iterator[None]:

@@ -85,6 +85,21 @@ def test_a_far_server_on_the_same_bus_is_left_alone_where_steps_were_timed_besid
     assert slowdown.takes_turns and slowdown.extra == pytest.approx(0.4, abs=0.05)
 
 
+def test_drafts_in_turn_are_as_deep_as_the_server_is_sure() -> None:
+    kind, found = replace(CATEGORIES["code"], tokens=TOKENS), {}
+    for stated in (0.8, 0.99):
+        world = RemoteWorld(Network(0.0, slowdown=1.6))
+        name_drafters(world)
+        slowdown = world.controller.slowdowns[NAME]
+        slowdown.measured(1.0, 1.6)
+        slowdown.round_s = world.server.round_s
+        world.spec.drafter_pool[NAME].counts["trees"] = 1  # a round's length is known
+        world.stated = stated
+        world.answer([Text(kind, 2)])
+        found[stated] = world.server.depths[:6]
+    assert max(found[0.8]) <= 4 and max(found[0.99]) > 8
+
+
 def test_slowdown_that_was_timed_replaces_what_is_assumed() -> None:
     slowdown = Slowdown(shares_memory=True)
     assert slowdown.extra == pytest.approx(0.15) and not slowdown.matters  # by name it is tried
