@@ -59,8 +59,8 @@ def serve(opened: opt.ModelOptions, server: DraftServerOptions) -> None:
     from forerun.options import check_number
     from forerun.serve.draft_server import DraftServeConfig, DraftServer
     from forerun.serve.draft_worker import DraftingLLM
+    from forerun.serve.listening import listen
     from forerun.serve.logs import configure_logs
-    from forerun.serve.server import listen
 
     check_number("--max-body", server.max_body, 0, 1e6, open_low=True)
     limits = (server.max_sequences, server.max_connections, int(server.max_body * 1e6))

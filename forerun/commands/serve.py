@@ -127,7 +127,8 @@ def serve(opened: opt.ModelOptions, server: ServerOptions) -> None:
 def _run_replicas(opened: opt.ModelOptions, server: ServerOptions, config: ServeConfig) -> None:
     from forerun.ray.cluster import load_ray
     from forerun.ray.service import replica_service
-    from forerun.serve.server import Server, listen
+    from forerun.serve.listening import listen
+    from forerun.serve.server import Server
 
     if (server.kv_events, server.kv_events_replay) != (None, None):
         raise BadRequest("--kv-events are of one engine, for routers outside", "leave them out, or --replicas")
@@ -172,8 +173,9 @@ def _absolute(value: Any) -> Any:
 def _run(opened: opt.ModelOptions, server: ServerOptions, config: ServeConfig) -> None:
     from forerun.serve.app import create_app
     from forerun.serve.kv_events import open_kv_events
+    from forerun.serve.listening import listen
     from forerun.serve.observer import RequestObserver
-    from forerun.serve.server import Server, listen
+    from forerun.serve.server import Server
     from forerun.serve.tracing import OPERATIONS, open_traces
 
     traces, host = open_traces(server.traces), server.host

@@ -29,12 +29,12 @@ from forerun.serve.embeddings import add_embeddings
 from forerun.serve.encoders import CompletionEncoder
 from forerun.serve.errors import ApiError, described_errors, on_api_error, on_http_error, on_invalid
 from forerun.serve.fill import FillPrompt
-from forerun.serve.logs import RequestIdMiddleware, log_refusal
 from forerun.serve.metrics import Metrics
 from forerun.serve.observer import RequestObserver
 from forerun.serve.page_api import add_page_api, add_page_files
 from forerun.serve.preparation import PreparationPool, PromptLimit
 from forerun.serve.prompt_pins import PromptPins
+from forerun.serve.request_ids import RequestIdMiddleware, log_refusal
 from forerun.serve.response import CompletionResponse
 from forerun.serve.schema import ChatRequest, CompletionRequest
 from forerun.serve.sessions import ServerSessions, SessionTurn

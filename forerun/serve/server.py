@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import socket
 import time
 from types import FrameType
 from typing import Any
@@ -19,7 +18,6 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from forerun.errors import BadRequest
 from forerun.serve.config import ServeConfig
 
 UNREAD_BODY_TIMEOUT_S = 2.0  # for a client to read a response that came before the end of its body
@@ -83,23 +81,6 @@ def limit_arenas() -> None:
         mallopt(M_ARENA_MAX, MAX_ARENAS)
         mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
         mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 takes any free one."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise BadRequest(f"cannot listen on {host}: {error}", "give an address of this machine") from None
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(1024)
-    except OSError as error:
-        made.close()
-        raise BadRequest(f"cannot listen on {host} port {port}: {error}", "choose another --port or --host") from None
-    return made
 
 
 def _protocol(seconds: float) -> type[H11Protocol]:

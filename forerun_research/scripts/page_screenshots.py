@@ -24,7 +24,8 @@ from forerun import LLM, data
 from forerun.llm import DEFAULT_MODEL
 from forerun.params import PREFILL_MODES
 from forerun.serve import ServeConfig, create_app
-from forerun.serve.server import Server, listen
+from forerun.serve.listening import listen
+from forerun.serve.server import Server
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 ANSWER_TIMEOUT_MS = 300_000  # milliseconds for an answer

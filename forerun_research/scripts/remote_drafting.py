@@ -29,7 +29,7 @@ import torch
 
 from forerun import LLM, Completion, SamplingParams, data
 from forerun.checks.lossless.forced_drafting import all_drafts_verified
-from forerun.serve.server import listen
+from forerun.serve.listening import listen
 from forerun_research.bench.delay_proxy import DelayProxy
 from forerun_research.studies.intervals import bootstrap
 

@@ -19,7 +19,8 @@ from playwright.sync_api import Browser, Route, expect
 
 from forerun import LLM
 from forerun.serve import ServeConfig, create_app
-from forerun.serve.server import Server, listen
+from forerun.serve.listening import listen
+from forerun.serve.server import Server
 from tests.page.common import Script, Visit, drafted, says
 from tests.page.conftest import visiting
 from tests.serve.common import running

@@ -15,7 +15,8 @@ import pytest
 
 from forerun import LLM
 from forerun.serve import ServeConfig, create_app
-from forerun.serve.server import Server, listen
+from forerun.serve.listening import listen
+from forerun.serve.server import Server
 
 NAME = "tiny"
 CHAT = "/v1/chat/completions"

@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 import hashlib
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -37,7 +39,7 @@ from forerun.decode.remote.protocol import (
 )
 from forerun.serve.config import ApiKeys
 from forerun.serve.draft_server import DraftServeConfig, DraftServer
-from forerun.serve.server import listen
+from forerun.serve.listening import listen
 from tests import tiny
 
 PROMPTS = ["The keeper counts", "On quiet nights the book", "def turn(lamp):"]
@@ -122,6 +124,13 @@ def remote(llm: LLM, name: str) -> RemoteDrafter:
     found = llm.engine.speculator.drafter_pool[name]
     assert isinstance(found, RemoteDrafter)
     return found
+
+
+def test_a_machine_that_only_drafts_needs_no_web_framework() -> None:
+    names = "commands.draft", "serve.draft_server", "serve.draft_worker", "serve.listening", "serve.logs"
+    program = f"import sys, {', '.join(f'forerun.{name}' for name in names)}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "websockets" in loaded and not {"fastapi", "starlette", "uvicorn"} & set(loaded)
 
 
 # ---- drafts ----

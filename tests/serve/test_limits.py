@@ -21,7 +21,8 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.errors import BadRequest
 from forerun.serve.config import ServeConfig
-from forerun.serve.server import MAX_ARENAS, listen
+from forerun.serve.listening import listen
+from forerun.serve.server import MAX_ARENAS
 from tests.serve.common import ASKED, CHAT, ENDLESS, NAME, Holding, Running, error, running, slowed, wait_for
 
 

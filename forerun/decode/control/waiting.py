@@ -70,9 +70,9 @@ class Waiting:
         return first * self._step.plain_s / len(self._step.stats), first
 
     def turn(self, s: RequestStats, drafter: str) -> Turn:
-        """The best draft of a server that takes turns with the target; none where the two may compute at once. All of it
-        is waited for, so it has to pay by a lower bound of acceptance; where the request names the drafter and its
-        server has read the prompt the mean will do, as long as what drafts have lost stays small."""
+        """The best draft of a server that takes turns with the target; none where the two may compute at once. It is
+        waited for, so it has to pay by a lower bound of acceptance; where the request names the drafter and its server
+        has read the prompt the mean will do, as long as what drafts have lost stays small."""
         assert self._step is not None
         assert self._step is not None
         slowdown = self.slowdowns[drafter]
