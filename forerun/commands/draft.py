@@ -10,7 +10,11 @@ import typer
 
 from forerun.commands import options as opt
 from forerun.commands.serve import KEYS_VARIABLE, LOCAL, api_keys, check_installed
+from forerun.errors import BadRequest
 from forerun.runtime.threads import run_in_thread
+
+# Options of a model that act on its own answers, and a draft server writes none
+OF_ANSWERS = ("draft_model", "prefill_profile", "disk", "host_bytes", "store")
 
 app = typer.Typer(no_args_is_help=True, help="Drafts for models on other machines.")
 
@@ -62,6 +66,10 @@ def serve(opened: opt.ModelOptions, server: DraftServerOptions) -> None:
     from forerun.serve.listening import listen
     from forerun.serve.logs import configure_logs
 
+    for name in OF_ANSWERS:
+        if getattr(opened, name):
+            option = f"--{name.replace('_', '-')}"
+            raise BadRequest(f"{option} is about answers, and a draft server writes none", f"leave {option} out")
     check_number("--max-body", server.max_body, 0, 1e6, open_low=True)
     limits = (server.max_sequences, server.max_connections, int(server.max_body * 1e6))
     config = DraftServeConfig(*limits, keys=api_keys(server.api_keys))
