@@ -36,6 +36,7 @@ class DraftWork(KVConnectorMetadata):
     """From the scheduler to the worker, once a step."""
 
     prompts: list[PromptToDraft] = field(default_factory=list)
+    alone: bool = False  # whether vLLM itself computes nothing in this step
 
 
 @dataclass
@@ -111,6 +112,7 @@ class ForerunConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         work, self._work = self._work, DraftWork()
+        work.alone = not scheduler_output.total_num_scheduled_tokens
         return work
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -138,7 +140,7 @@ class ForerunConnector(KVConnectorBase_V1):
         work = self._get_connector_metadata()
         assert self._drafter is not None and isinstance(work, DraftWork)
         self._drafter.add(work.prompts)
-        self._drafter.step()
+        self._drafter.step(work.alone)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self._drafter is not None

@@ -90,7 +90,7 @@ class PromptDrafter:
         builder_cls = modules[0].attn.get_attn_backend().get_builder_cls()
         builder = builder_cls(spec, [module.attn.layer_name for module in modules], config, device)
         self._attention = VllmAttention(checkpoint.config, self._pool, context, modules, builder)
-        self._block_size = spec.block_size
+        self._block_size, self._step_tokens = spec.block_size, config.scheduler_config.max_num_batched_tokens
         decoder = decoder_of(model, checkpoint.config, self._attention, dtype)
         runner = Runner(decoder, self._pool, context, plain=True)
         loaded = None if draft is None else self._load_draft(draft, checkpoint, decoder, context)
@@ -125,19 +125,28 @@ class PromptDrafter:
         return found
 
     @torch.inference_mode()
-    def step(self) -> None:
-        """One piece of one prompt; prompts take turns."""
-        self._open_waiting()
-        if not self._drafting:
-            return
+    def step(self, alone: bool = False) -> None:
+        """One piece of one prompt; prompts take turns. `alone`: this step of vLLM computes nothing else, so that pieces
+        follow each other until a prompt is done, or as much is done as vLLM itself would put into a step: its processes
+        look for each other's messages for a second after each, on cores that drafting could use."""
+        left = self._step_tokens if alone else 1
+        while left > 0 and not (self._results.done or self._results.failed):
+            self._open_waiting()
+            if not self._drafting:
+                return
+            left -= self._run_piece()
+
+    def _run_piece(self) -> int:
+        """Of the prompt that is next; how much work it was, in tokens of the target's prefill."""
         request_id, prompt = next(iter(self._drafting.items()))
         self._drafting[request_id] = self._drafting.pop(request_id)
         state, self._attention.prompt = prompt.state, prompt
+        spent = 1
         try:
             if prompt.computed is not None:
-                self._compute(prompt, prompt.computed)
+                spent = self._compute(prompt, prompt.computed)
             elif not state.finished:
-                self._prefiller.advance(state, self._settings.piece_tokens)
+                spent = self._prefiller.advance(state, self._settings.piece_tokens)
                 self._begin_exact(prompt)
             if state.stage is PrefillStage.DONE:
                 self._attention.sync(prompt.end)
@@ -148,6 +157,7 @@ class PromptDrafter:
             self._attention.prompt = None
         if state.finished and prompt.computed is None:
             self._finish(request_id, state)
+        return spent
 
     def _begin_exact(self, prompt: PromptBlocks) -> None:
         """Whole prompts that chunks may later be taken from are computed here: vLLM's cache cannot be read back."""
@@ -155,8 +165,8 @@ class PromptDrafter:
         if settings.exact or (settings.source == "chunk" and prompt.state.stage is PrefillStage.EXACT):
             prompt.computed = 0
 
-    def _compute(self, prompt: PromptBlocks, first: int) -> None:
-        """The next entries through all layers; the tail is vLLM's."""
+    def _compute(self, prompt: PromptBlocks, first: int) -> int:
+        """The next entries through all layers, and how many they were; the tail is vLLM's."""
         state, end = prompt.state, min(first + self._settings.piece_tokens, prompt.end)
         depths = np.full(end - first, state.layers)
         self._pass.run(Rows(state.ids[first:end], np.arange(first, end), state.pages, depths))
@@ -168,6 +178,7 @@ class PromptDrafter:
             state.stage = PrefillStage.DONE
             if self._index is not None:
                 self._index.remember(state.tokens[:end], state.pages)
+        return end - first
 
     def _finish(self, request_id: str, state: PrefillState) -> None:
         found = self._results.done if state.stage is PrefillStage.DONE else self._results.failed

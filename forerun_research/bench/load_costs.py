@@ -1,10 +1,11 @@
 """What a replica's steps cost, measured from outside: a few requests of known lengths, timed as their readers see them.
 
-Short answers alone and sixteen at once give the cost of a step and of each answer in it, the same after a long document
-that is cached the cost of attention, and first tokens after documents of several lengths that of prompts. All that lies
-between a client and the engine is part of it. Replicas that share a machine take cores, memory's bandwidth and the
-front's time from each other: their costs are measured with all of them asked at once, each about a document of its own,
-which keeps its questions there. Knows neither the trace that is simulated later nor the simulation.
+Short answers alone, two and sixteen at once give the cost of a step and of each answer in it, one and sixteen after
+documents that are cached the cost of attention, and first tokens after documents of several lengths that of prompts.
+By how much the gaps of one answer differ, steps do. All that lies between a client and the engine is part of it.
+Replicas that share a machine take cores, memory's bandwidth and the front's time from each other: their costs are
+measured with all of them asked at once, each about a document of its own, which keeps its questions there. Knows
+neither the trace that is simulated later nor the simulation.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 from forerun.errors import ForerunError
 from forerun_research.bench.load_replay import replay
-from forerun_research.bench.load_replica import MAX_PIECE_TOKENS, ReplicaCosts
+from forerun_research.bench.load_replica import MAX_PIECE_TOKENS, NEAR_TOKENS, ReplicaCosts
 from forerun_research.bench.load_targets import LoadTarget, ReplayedAnswer
 from forerun_research.bench.load_trace import TraceRequest, TraceTexts
 
@@ -26,8 +27,9 @@ ROWS = 16  # answers of a replica that are timed together
 # Of an answer alone, and of those timed together: long enough that all of them decode at once after their prompts
 ANSWER_TOKENS, ROW_TOKENS = 48, 160
 # Tokens of a document that a question begins with; the first decide its replica
-BRIEF, MIDDLE, WHOLE = 320, 832, 2368
+BRIEF, MIDDLE, WHOLE = 320, NEAR_TOKENS, 2368
 TRIES = 3
+SPREAD = 20  # values that stand for all of what steps took
 APART_S = 0.005  # between requests that are sent together: the front counts one before it sends the next
 
 Round = list[ReplayedAnswer]  # of requests that were sent together, as many to each replica
@@ -41,7 +43,9 @@ class Probes:
     busy: int
     brief: list[Round]  # one at a replica, which knows the beginning
     longer: list[Round]  # one at a replica, whose document gets longer: middle, whole
-    warm: list[Round]  # whole documents that are known
+    middle: list[Round]  # one at a replica, whose document is known as far as that
+    warm: list[Round]  # the same, whole documents
+    two: list[Round]  # brief ones, two at a replica
     many: Round  # brief ones, ROWS at a replica
     attending: Round  # about whole documents, ROWS at a replica
 
@@ -69,24 +73,60 @@ async def probed(target: LoadTarget, texts: TraceTexts, busy: int = 1) -> Probes
     for document in each:  # one after the other: the front gives each to the replica that has got least
         await ask([document], ANSWER_TOKENS, BRIEF)
     brief = [await ask(each, ANSWER_TOKENS, BRIEF) for _ in range(TRIES)]
-    longer = [await ask(each, 2, length) for length in (MIDDLE, WHOLE)]
-    warm = [await ask(each, ANSWER_TOKENS, WHOLE) for _ in range(TRIES)]
+    longer, known = [], {}
+    for length in (MIDDLE, WHOLE):
+        longer.append(await ask(each, 2, length))
+        known[length] = [await ask(each, ANSWER_TOKENS, length) for _ in range(TRIES)]
+    two = [await ask([*each] * 2, ANSWER_TOKENS, BRIEF) for _ in range(TRIES)]
     many, attending = [await ask([*each] * ROWS, ROW_TOKENS, length) for length in (BRIEF, WHOLE)]
     brief += [await ask(each, ANSWER_TOKENS, BRIEF) for _ in range(TRIES)]  # again: machines change in a minute
-    return Probes(busy, brief, longer, warm, many, attending)
+    return Probes(busy, brief, longer, known[MIDDLE], known[WHOLE], two, many, attending)
 
 
 def solved(probes: Probes) -> ReplicaCosts:
     """What a step and its parts cost, from what took how long."""
-    one, rows, deep = median(map(_gap, probes.brief)), _gap(probes.many), _gap(probes.attending)
-    row = max(0.0, (rows - one) / (ROWS - 1))
-    step = max(0.0, one - row)
-    deeper = mean(a.prompt_tokens for a in probes.attending) - mean(a.prompt_tokens for a in probes.many)
-    answer_attention = max(0.0, (deep - rows) / (ROWS * deeper))
-    alone = [_first_token(probes.brief, step), _first_token(probes.warm, step)]
-    alone += [_first_token([answers], step) for answers in probes.longer]
+    near, far, each = _answer_attention(probes)
+    one, two, rows = (
+        max(0.0, median(map(_gap, own)) - (near + n * each) * _context(own))
+        for n, own in ((1, probes.brief), (2, probes.two), (ROWS, [probes.many]))
+    )
+    row = min(one, max(0.0, (rows - two) / (ROWS - 2)))
+    step, several = one - row, max(0.0, two - one - row)
+    alone = [_first_token(own, step + several) for own in (probes.brief, probes.middle, probes.warm)]
+    alone += [_first_token([answers], step + several) for answers in probes.longer]
     request, encode, token, attention = _least_squares(alone)
-    return ReplicaCosts(step, row, token, attention, answer_attention, encode, request)
+    spread = _spread([*probes.brief, *probes.middle, *probes.warm, *probes.two])
+    return ReplicaCosts(step, row, token, attention, each, encode, request, several, near, far, spread)
+
+
+def _answer_attention(probes: Probes) -> tuple[float, float, float]:
+    """Of a token that answers attend to: for all answers together, near and far, and for each of them more. One and
+    ROWS of them attend to one document."""
+
+    def one(begin: list[Round], end: list[Round]) -> float:
+        longer = median(map(_gap, end)) - median(map(_gap, begin))
+        return max(0.0, longer) / (_context(end) - _context(begin))
+
+    near, far, both = (
+        one(probes.brief, probes.middle),
+        one(probes.middle, probes.warm),
+        one(probes.brief, probes.warm),
+    )
+    deeper = _context([probes.attending]) - _context([probes.many])
+    many = max(both, (_gap(probes.attending) - _gap(probes.many)) / deeper)
+    each = min(near, far, (many - both) / (ROWS - 1))
+    return near - each, far - each, each
+
+
+def _context(rounds: Sequence[Round]) -> float:
+    """Tokens before those of answers, in the middle of them."""
+    return mean(a.prompt_tokens + len(a.token_times) / 2 for own in rounds for a in own)
+
+
+def _spread(rounds: Sequence[Round]) -> tuple[float, ...]:
+    """What steps took as shares of their mean, of the same steps in each answer: from the least to the most."""
+    shares = np.sort([gap / mean(a.gaps_s) for own in rounds for a in own if len(a.gaps_s) > 1 for gap in a.gaps_s])
+    return tuple(float(part.mean()) for part in np.array_split(shares, SPREAD) if len(part)) or (1.0,)
 
 
 def _first_token(rounds: list[Round], step: float) -> Line:

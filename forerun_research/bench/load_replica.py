@@ -8,10 +8,12 @@ Knows no clock, no other replica and no router.
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections import defaultdict
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -28,6 +30,7 @@ from forerun_research.bench.load_targets import ReplayedAnswer
 MAX_PIECE_TOKENS = STEP_TOKENS["cpu"]  # of prompts in one step
 PAGE_TOKENS = 16
 TIMED_ROWS = 16  # answers from whose steps the pacer starts
+NEAR_TOKENS = 832  # of a text: reading K/V of what lies beyond them may cost more, as caches do not hold it
 
 
 @dataclass(frozen=True)
@@ -41,16 +44,35 @@ class ReplicaCosts:
     answer_attention_s: float = 0.0  # of one token of an answer, for each token before it
     encode_s: float = 0.0  # template and tokenizer, for each token of a prompt
     request_s: float = 0.0  # of each request, before its first step
+    several_s: float = 0.0  # of a step that runs more than one token, of answers or prompts: kernels are others then
+    near_attention_s: float = 0.0  # of all answers about one text together, for each token that some of them attend to
+    far_attention_s: float = 0.0  # the same, for those beyond NEAR_TOKENS of the text
+    spread: tuple[float, ...] = (1.0,)  # seconds of steps as shares of their mean, equally probable
 
     def toward(self, other: ReplicaCosts, share: float) -> ReplicaCosts:
         """On the straight line from these to those."""
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return ReplicaCosts(*(max(0.0, own + share * (their - own)) for own, their in pairs))
+
+        def between(name: str) -> float:
+            own, their = getattr(self, name), getattr(other, name)
+            return max(0.0, own + share * (their - own))
+
+        values: dict[str, Any] = {name: between(name) for name in self._seconds()}
+        return ReplicaCosts(**values, spread=self.spread if share < 0.5 else other.spread)
+
+    def scaled(self, factor: float) -> ReplicaCosts:
+        """Of a machine that is so many times slower."""
+        values: dict[str, Any] = {name: factor * getattr(self, name) for name in self._seconds()}
+        return ReplicaCosts(**values, spread=self.spread)
+
+    @classmethod
+    def _seconds(cls) -> list[str]:
+        return [f.name for f in fields(cls) if f.name != "spread"]
 
     def curve(self) -> CostCurve:
         """As the engine's pacer starts with."""
-        rows = {n: self.step_s + n * self.row_s for n in (1, TIMED_ROWS)}
-        rows[TIMED_TOKENS] = max(rows[TIMED_ROWS], self.step_s + TIMED_TOKENS * self.prompt_token_s)
+        rows = {n: self.step_s + n * self.row_s + self.several_s * (n > 1) for n in (1, TIMED_ROWS)}
+        tokens_s = self.step_s + self.several_s + TIMED_TOKENS * self.prompt_token_s
+        rows[TIMED_TOKENS] = max(rows[TIMED_ROWS], tokens_s)
         return CostCurve({n: max(seconds, 1e-9) for n, seconds in rows.items()}, 0.0, self.attention_s)
 
 
@@ -60,21 +82,31 @@ class StepParts:
 
     rows: int = 0  # answers, one token each
     contexts: int = 0  # tokens before those, over all of them
+    near: int = 0  # tokens that some of them attend to, the first ones of each text
+    far: int = 0  # and those beyond
     tokens: int = 0  # of prompts
     attended: float = 0.0  # tokens before those, over all of them
 
     @classmethod
     def of(cls, batch: list[ScheduledSequence]) -> StepParts:
         answers, prompts = [s for s in batch if s.decodes], [s for s in batch if not s.decodes]
+        pages: dict[int, set[int]] = defaultdict(set)  # of each text, by its first page
+        for s in answers:
+            pages[s.seq.pages[0]].update(s.seq.pages)
+        texts = [PAGE_TOKENS * len(own) for own in pages.values()]
         return cls(
             len(answers),
             sum(s.seq.computed for s in answers),
+            sum(min(tokens, NEAR_TOKENS) for tokens in texts),
+            sum(max(0, tokens - NEAR_TOKENS) for tokens in texts),
             sum(s.count for s in prompts),
             sum(s.count * (s.seq.computed + s.count / 2) for s in prompts),
         )
 
     def seconds(self, costs: ReplicaCosts) -> float:
         answers = costs.row_s * self.rows + costs.answer_attention_s * self.contexts
+        answers += costs.near_attention_s * self.near + costs.far_attention_s * self.far
+        answers += costs.several_s * (self.rows + self.tokens > 1)
         return costs.step_s + answers + costs.prompt_token_s * self.tokens + costs.attention_s * self.attended
 
 
@@ -111,7 +143,8 @@ class SimulatedReplica:
         self._scheduler = Scheduler(pool, PrefixTree(pool), None, max_running, MAX_PIECE_TOKENS, None, pacer)
         self._answers: dict[Sequence, ReplayedAnswer] = {}
         self._batch: list[ScheduledSequence] = []
-        self.parts = StepParts()  # of the step that runs
+        self._draw, self._rank = random.Random(name), 0.0  # of the step that runs, among such steps by their seconds
+        self.parts = StepParts()  # of that step
         self.left = 0.0  # of that step, as a share of it; 0: none runs
         self._began = 0.0
         self.unanswered = 0  # requests that were sent here, those that are being encoded too
@@ -136,7 +169,11 @@ class SimulatedReplica:
 
     def begin_step(self, now: float) -> None:
         self._batch, self._began = self._scheduler.schedule(), now
-        self.parts, self.left = StepParts.of(self._batch), 1.0
+        self.parts, self.left, self._rank = StepParts.of(self._batch), 1.0, self._draw.random()
+
+    def step_s(self, costs: ReplicaCosts) -> float:
+        """Of the step that runs, at these costs."""
+        return costs.spread[int(self._rank * len(costs.spread))] * self.parts.seconds(costs)
 
     def finish_step(self, now: float, numbers: TokenNumbers) -> list[tuple[ReplayedAnswer, list[int]]]:
         """Answers that ended with it, and all of their tokens."""

@@ -32,7 +32,8 @@ class ServedProcess:
 @contextmanager
 def served(model: str, replicas: int | None, threads: int = 1, options: Sequence[str] = ()) -> Iterator[ServedProcess]:
     """One process, or a front with so many replicas; each with so many threads."""
-    command = [sys.executable, "-m", "forerun", "serve", "--model", model, "--port", "0", "--threads", str(threads)]
+    command = [sys.executable, "-m", "forerun", "serve", "--model", model, "--name", model, "--port", "0"]
+    command += ["--threads", str(threads)]
     command += [*options] if replicas is None else ["--replicas", str(replicas), *options]
     with tempfile.TemporaryFile("w+") as printed:
         process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT)

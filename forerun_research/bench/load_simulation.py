@@ -1,8 +1,10 @@
 """What a trace would feel like on so many replicas: a simulation of their steps from measured costs.
 
 The model: a replica computes steps, which the engine's own scheduler fills (`load_replica`). A step takes `step_s`,
-`row_s` for each answer in it, `prompt_token_s` for each prompt token, and for all of them attention over what comes
-before. A prompt waits until it is encoded. A request is routed by the front's own rule.
+`row_s` for each answer in it, `prompt_token_s` for each prompt token, `several_s` where these are more than one token,
+and for all of them attention over what comes before, of which answers share what they have in common. No two steps
+take the same time: each is as much slower or faster than that as one of those measured was. A prompt waits until it
+is encoded. A request is routed by the front's own rule.
 Replicas on one machine slow each other down: costs are those of as many as compute at that moment, between numbers that
 were measured by a straight line; with more than there are cores, those that only decode are held up by their like
 alone. Drafts of tokens are not modelled: plain decoding. Knows no engine; `load_costs` measures one.
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from forerun.ray.call import order_replicas
 from forerun_research.bench.load_replica import ReplicaCosts, SimulatedReplica, TokenNumbers
@@ -42,7 +44,7 @@ class SharedCosts:
         if above > below:
             return self._measured[below].toward(self._measured[above], (busy - below) / (above - below))
         own = self._measured[below]
-        return own.toward(ReplicaCosts(*(2 * value for value in astuple(own))), busy / below - 1)
+        return own.toward(own.scaled(2.0), busy / below - 1)
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class _Simulation:
     def run(self) -> list[ReplayedAnswer]:
         now, running = 0.0, list[SimulatedReplica]()
         while self.due or running or self.encoding:
-            seconds = {replica.name: replica.parts.seconds(self._costs(replica, running)) for replica in running}
+            seconds = {replica.name: replica.step_s(self._costs(replica, running)) for replica in running}
             ends = min((replica.left * seconds[replica.name] for replica in running), default=float("inf"))
             arrives = min(self.due)[0] - now if self.due else float("inf")
             encoded = min((moment for moment, *_ in self.encoding), default=float("inf")) - now

@@ -1,11 +1,12 @@
-"""What replicas promise, on a real Ray with a real model: routing, a replica that is killed, and a rolling update.
+"""What replicas promise, on a real Ray with a real model: routing, a replica that is killed, a rolling update, speed.
 
-    python -m forerun_research.scripts.replica_check --replicas 2 --parts routing kill update
+    python -m forerun_research.scripts.replica_check --replicas 2 --parts routing kill update throughput
 
 Starts `forerun serve --replicas` for each part and prints one line of JSON. routing: first questions about documents,
 then second ones in another order, some at a time; how many found their document in the replica's cache. kill: a replica
 is killed under so many streams; how each ended, when the service was whole again, and whether a session on disk goes
-on. update: all replicas are replaced while users ask; how many answers were lost. Needs `forerun[ray]` and psutil.
+on. update: all replicas are replaced while users ask; how many answers were lost. throughput: tokens a second of all
+streams, of the replicas and of one process with as many threads, in turn. Needs `forerun[ray]` and psutil.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -27,7 +29,7 @@ import psutil
 
 from forerun_research.bench.load_replay import replay
 from forerun_research.bench.load_served import ServedProcess, served
-from forerun_research.bench.load_targets import EndpointTarget, ReplayedAnswer
+from forerun_research.bench.load_targets import EndpointTarget, LoadTarget, ReplayedAnswer
 from forerun_research.bench.load_trace import TraceRequest, TraceTexts
 from forerun_research.studies.intervals import wilson
 
@@ -35,6 +37,7 @@ REPLICA_TITLE = "ray::ServeReplica:forerun:EngineReplica"  # of its process, as 
 HELD_SHARE = 0.7  # of a prompt's tokens that were cached: its document was there
 SESSION = "kept"
 WHOLE_S = 120.0  # how long is waited for a service that is whole again
+WARM_S = 2.0  # of a round, before tokens count
 
 
 class Served:
@@ -166,7 +169,36 @@ def update(service: Served) -> dict[str, Any]:
     return {"answers": dict(Counter(ended)), "replaced_s": round(seconds, 1), "turns": [turn, service.turn()]}
 
 
-PARTS = {"routing": routing, "kill": kill, "update": update}
+def throughput(service: Served) -> dict[str, Any]:
+    args = service.args
+    with served(args.model, None, threads=args.replicas) as one:
+        targets = {"replicas": service.target}
+        targets["one_process"] = EndpointTarget(f"{one.address}/v1", args.model, {}, speculation="off")
+        found: dict[str, list[float]] = {name: [] for name in targets}
+        for _ in range(args.rounds):
+            for name, target in targets.items():
+                found[name].append(round(asyncio.run(_tokens_per_s(target, args)), 1))
+    return {"tokens_per_s": found, "ratio": round(median(found["replicas"]) / median(found["one_process"]), 3)}
+
+
+async def _tokens_per_s(target: LoadTarget, args: argparse.Namespace) -> float:
+    """Of `--streams` users who ask one question after the other."""
+    end, times = time.perf_counter() + WARM_S + args.seconds, list[float]()
+
+    async def user(number: int) -> None:
+        asked = 1000 * number
+        while time.perf_counter() < end:
+            (answer,) = await replay(target, [TraceRequest(0.0, 64, args.answer_tokens)], TraceTexts(), asked)
+            if answer.error:
+                raise RuntimeError(f"a question was not answered: {answer.error}")
+            times.extend(answer.token_times)
+            asked += 1
+
+    await asyncio.gather(*(user(number) for number in range(args.streams)))
+    return sum(end - args.seconds < moment <= end for moment in times) / args.seconds
+
+
+PARTS = {"routing": routing, "kill": kill, "update": update, "throughput": throughput}
 
 
 def main() -> None:
@@ -181,6 +213,8 @@ def main() -> None:
     parser.add_argument("--answer-tokens", type=int, default=200)
     parser.add_argument("--kill-after", type=float, default=3.0, help="seconds after the first stream was asked for")
     parser.add_argument("--users", type=int, default=6, help="who ask during the update")
+    parser.add_argument("--rounds", type=int, default=2, help="of throughput, each of so many --seconds")
+    parser.add_argument("--seconds", type=float, default=12.0)
     args = parser.parse_args()
     for part in args.parts:
         with (

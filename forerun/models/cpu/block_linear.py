@@ -7,7 +7,9 @@ are rounded to int8, 32 values with a scale; beside float16 they stay float32. K
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -48,7 +50,26 @@ def set_threads(threads: int) -> None:
     """Threads that products and attention of all models in this process run on, the caller's included."""
     kernels = library()
     if kernels is not None:
-        kernels.fr_set_threads(threads)
+        with _on_all_cores():
+            kernels.fr_set_threads(threads)
+
+
+@contextmanager
+def _on_all_cores() -> Iterator[None]:
+    """Threads that are started here may run wherever some thread of this process may. OpenMP can bind each of its
+    threads to one core (vLLM has it do so), and what a bound thread starts would share that core with it."""
+    if not hasattr(os, "sched_setaffinity"):  # Linux has it
+        yield
+        return
+    own, all_cores = os.sched_getaffinity(0), set[int]()
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has just ended
+            all_cores |= os.sched_getaffinity(int(thread))
+    os.sched_setaffinity(0, all_cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
 
 
 def pool_stats() -> dict[str, Any]:

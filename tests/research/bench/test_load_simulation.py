@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from forerun_research.bench.load import figures, together
-from forerun_research.bench.load_replica import MAX_PIECE_TOKENS, ReplicaCosts
+from forerun_research.bench.load_replica import MAX_PIECE_TOKENS, NEAR_TOKENS, ReplicaCosts
 from forerun_research.bench.load_simulation import SharedCosts, SimulatedSetup, simulate
 from forerun_research.bench.load_trace import SHIPPED, TraceRequest, TraceTexts, poisson, with_lengths
 
@@ -34,6 +35,33 @@ def test_answers_share_steps_and_a_prompt_beside_them_keeps_steps_within_three_p
     first, second = simulate(trace, SimulatedSetup(1, 1), COSTS)
     assert max(first.gaps_s) <= 3 * 0.011 + 1e-9 and max(first.gaps_s) > 2 * 0.011
     assert second.first_s > 2000 * 0.0001
+
+
+def test_answers_about_one_text_read_it_once_and_what_lies_far_costs_more():
+    costs = ReplicaCosts(0.01, 0.001, 0.0, 0.0, near_attention_s=1e-6, far_attention_s=3e-6)
+    known, long = NEAR_TOKENS + 400, one(prompt_tokens=NEAR_TOKENS + 424, max_tokens=20)
+
+    def attention(names: str) -> float:
+        """Of the last step of answers about these documents."""
+        trace = [replace(long, document=name) for name in names]
+        return simulate(trace, SimulatedSetup(1, 1), costs)[0].gaps_s[-1] - 0.01 - 0.001 * len(names)
+
+    once = 1e-6 * NEAR_TOKENS + 3e-6 * (known - NEAR_TOKENS)
+    assert once < attention("a") < 1.2 * once
+    assert attention("aa") < 1.3 * once and attention("ab") == pytest.approx(2 * attention("a"))
+
+
+def test_a_step_of_more_than_one_token_has_a_cost_of_its_own():
+    costs = ReplicaCosts(0.01, 0.001, 0.0, 0.0, several_s=0.005)
+    assert simulate([one()], SimulatedSetup(1, 1), costs)[0].gaps_s == pytest.approx([0.011] * 4)
+    for answer in simulate([one(max_tokens=20)] * 2, SimulatedSetup(1, 1), costs):
+        assert answer.gaps_s[10] == pytest.approx(0.017)
+
+
+def test_steps_differ_as_much_as_measured_ones_did():
+    (answer,) = simulate([one(max_tokens=200)], SimulatedSetup(1, 1), replace(COSTS, spread=(0.5, 1.5)))
+    assert {round(gap, 6) for gap in answer.gaps_s} == {0.0055, 0.0165}
+    assert sum(answer.gaps_s) / 199 == pytest.approx(0.011, rel=0.15)
 
 
 def test_a_second_replica_takes_half_and_cores_are_shared():

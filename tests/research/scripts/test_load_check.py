@@ -23,8 +23,10 @@ def answers(*requests: TraceRequest) -> list[ReplayedAnswer]:
 @pytest.fixture
 def run() -> MeasuredRun:
     brief, long = TraceRequest(0.0, 320, 48, "a"), TraceRequest(0.0, 2368, 48, "a")
-    rounds = [answers(brief)], [answers(long), answers(replace(long, prompt_tokens=832))], [answers(brief, long)[1:]]
-    probes = Probes(1, *rounds, answers(*[brief] * 16), answers(*[long] * 16))
+    middle = replace(long, prompt_tokens=832)
+    longer, known = [answers(middle), answers(long)], [[answers(brief, own)[1:]] for own in (middle, long)]
+    several = [answers(*[brief] * 2)], answers(*[brief] * 16), answers(*[long] * 16)
+    probes = Probes(1, [answers(brief)], longer, *known, *several)
     trace = poisson(0.5, 20.0, 2, 300, 8, 2, 2.0)
     real = simulate(trace, SimulatedSetup(1, 1.0, 1), {1: solved(probes)})
     return MeasuredRun("made", 1, 1.0, trace, {1: probes}, [real, real])
