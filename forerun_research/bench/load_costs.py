@@ -33,7 +33,7 @@ SPREAD = 20  # values that stand for all of what steps took
 APART_S = 0.005  # between requests that are sent together: the front counts one before it sends the next
 
 Round = list[ReplayedAnswer]  # of requests that were sent together, as many to each replica
-Line = tuple[tuple[float, ...], float]  # requests, prompt tokens, new ones, what those attend to; seconds
+Line = tuple[tuple[float, ...], float]  # parts of a step or of a first token; seconds
 
 
 @dataclass(frozen=True)
@@ -85,42 +85,25 @@ async def probed(target: LoadTarget, texts: TraceTexts, busy: int = 1) -> Probes
 
 def solved(probes: Probes) -> ReplicaCosts:
     """What a step and its parts cost, from what took how long."""
-    near, far, each = _answer_attention(probes)
-    one, two, rows = (
-        max(0.0, median(map(_gap, own)) - (near + n * each) * _context(own))
-        for n, own in ((1, probes.brief), (2, probes.two), (ROWS, [probes.many]))
-    )
-    row = min(one, max(0.0, (rows - two) / (ROWS - 2)))
-    step, several = one - row, max(0.0, two - one - row)
-    alone = [_first_token(own, step + several) for own in (probes.brief, probes.middle, probes.warm)]
-    alone += [_first_token([answers], step + several) for answers in probes.longer]
-    request, encode, token, attention = _least_squares(alone)
-    spread = _spread([*probes.brief, *probes.middle, *probes.warm, *probes.two])
+    alone = (probes.brief, probes.middle, probes.warm)
+    together = ((2, probes.two), (ROWS, [probes.many]), (ROWS, [probes.attending]))
+    steps = [_answers_step(1, own) for own in alone] + [_answers_step(n, own) for n, own in together]
+    step, row, several, near, far, each = _least_squares(steps)
+    first = [_first_token(own, step + several) for own in alone]
+    first += [_first_token([answers], step + several) for answers in probes.longer]
+    request, encode, token, attention = _least_squares(first)
+    spread = _spread([answers for own in alone for answers in own])
     return ReplicaCosts(step, row, token, attention, each, encode, request, several, near, far, spread)
 
 
-def _answer_attention(probes: Probes) -> tuple[float, float, float]:
-    """Of a token that answers attend to: for all answers together, near and far, and for each of them more. One and
-    ROWS of them attend to one document."""
-
-    def one(begin: list[Round], end: list[Round]) -> float:
-        longer = median(map(_gap, end)) - median(map(_gap, begin))
-        return max(0.0, longer) / (_context(end) - _context(begin))
-
-    near, far, both = (
-        one(probes.brief, probes.middle),
-        one(probes.middle, probes.warm),
-        one(probes.brief, probes.warm),
-    )
-    deeper = _context([probes.attending]) - _context([probes.many])
-    many = max(both, (_gap(probes.attending) - _gap(probes.many)) / deeper)
-    each = min(near, far, (many - both) / (ROWS - 1))
-    return near - each, far - each, each
-
-
-def _context(rounds: Sequence[Round]) -> float:
-    """Tokens before those of answers, in the middle of them."""
-    return mean(a.prompt_tokens + len(a.token_times) / 2 for own in rounds for a in own)
+def _answers_step(count: int, rounds: list[Round]) -> Line:
+    """A step of so many answers about one document at a replica, which read that once and each its own question."""
+    answers = [a for own in rounds for a in own]
+    context = mean(a.prompt_tokens + len(a.token_times) / 2 for a in answers)
+    document = min(context, mean(a.cached_tokens for a in answers))
+    near = min(document, NEAR_TOKENS) + count * max(0.0, min(context, NEAR_TOKENS) - document)
+    distinct = document + count * (context - document)
+    return (1, count, count > 1, near, distinct - near, count * context), median(map(_gap, rounds))
 
 
 def _spread(rounds: Sequence[Round]) -> tuple[float, ...]:

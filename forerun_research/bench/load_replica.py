@@ -82,7 +82,7 @@ class StepParts:
 
     rows: int = 0  # answers, one token each
     contexts: int = 0  # tokens before those, over all of them
-    near: int = 0  # tokens that some of them attend to, the first ones of each text
+    near: int = 0  # tokens that some of them attend to, the first NEAR_TOKENS of each
     far: int = 0  # and those beyond
     tokens: int = 0  # of prompts
     attended: float = 0.0  # tokens before those, over all of them
@@ -90,15 +90,12 @@ class StepParts:
     @classmethod
     def of(cls, batch: list[ScheduledSequence]) -> StepParts:
         answers, prompts = [s for s in batch if s.decodes], [s for s in batch if not s.decodes]
-        pages: dict[int, set[int]] = defaultdict(set)  # of each text, by its first page
-        for s in answers:
-            pages[s.seq.pages[0]].update(s.seq.pages)
-        texts = [PAGE_TOKENS * len(own) for own in pages.values()]
+        cut = NEAR_TOKENS // PAGE_TOKENS
         return cls(
             len(answers),
             sum(s.seq.computed for s in answers),
-            sum(min(tokens, NEAR_TOKENS) for tokens in texts),
-            sum(max(0, tokens - NEAR_TOKENS) for tokens in texts),
+            PAGE_TOKENS * len({page for s in answers for page in s.seq.pages[:cut]}),
+            PAGE_TOKENS * len({page for s in answers for page in s.seq.pages[cut:]}),
             sum(s.count for s in prompts),
             sum(s.count * (s.seq.computed + s.count / 2) for s in prompts),
         )
