@@ -70,8 +70,7 @@ async def probed(target: LoadTarget, texts: TraceTexts, busy: int = 1) -> Probes
         return answers
 
     each = range(busy)
-    for document in each:  # one after the other: the front gives each to the replica that has got least
-        await ask([document], ANSWER_TOKENS, BRIEF)
+    await ask(each, ANSWER_TOKENS, BRIEF)  # at the same time, so that each goes to another replica and is kept there
     brief = [await ask(each, ANSWER_TOKENS, BRIEF) for _ in range(TRIES)]
     longer, known = [], {}
     for length in (MIDDLE, WHOLE):
@@ -107,9 +106,9 @@ def _answers_step(count: int, rounds: list[Round]) -> Line:
 
 
 def _spread(rounds: Sequence[Round]) -> tuple[float, ...]:
-    """What steps took as shares of their mean, of the same steps in each answer: from the least to the most."""
-    shares = np.sort([gap / mean(a.gaps_s) for own in rounds for a in own if len(a.gaps_s) > 1 for gap in a.gaps_s])
-    return tuple(float(part.mean()) for part in np.array_split(shares, SPREAD) if len(part)) or (1.0,)
+    """By how many seconds steps differed from their mean, of the same steps in each answer: from the least to the most."""
+    seconds = np.sort([gap - mean(a.gaps_s) for own in rounds for a in own if len(a.gaps_s) > 1 for gap in a.gaps_s])
+    return tuple(float(part.mean()) for part in np.array_split(seconds, SPREAD) if len(part)) or (0.0,)
 
 
 def _first_token(rounds: list[Round], step: float) -> Line:

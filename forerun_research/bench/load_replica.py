@@ -30,6 +30,7 @@ from forerun_research.bench.load_targets import ReplayedAnswer
 MAX_PIECE_TOKENS = STEP_TOKENS["cpu"]  # of prompts in one step
 PAGE_TOKENS = 16
 TIMED_ROWS = 16  # answers from whose steps the pacer starts
+LEAST_SHARE = 0.5  # of what such steps take on average: none takes less
 NEAR_TOKENS = 832  # of a text: reading K/V of what lies beyond them may cost more, as caches do not hold it
 
 
@@ -47,7 +48,7 @@ class ReplicaCosts:
     several_s: float = 0.0  # of a step that runs more than one token, of answers or prompts: kernels are others then
     near_attention_s: float = 0.0  # of all answers about one text together, for each token that some of them attend to
     far_attention_s: float = 0.0  # the same, for those beyond NEAR_TOKENS of the text
-    spread: tuple[float, ...] = (1.0,)  # seconds of steps as shares of their mean, equally probable
+    spread: tuple[float, ...] = (0.0,)  # by which steps differ from their mean, long ones by no more than short ones
 
     def toward(self, other: ReplicaCosts, share: float) -> ReplicaCosts:
         """On the straight line from these to those."""
@@ -62,7 +63,7 @@ class ReplicaCosts:
     def scaled(self, factor: float) -> ReplicaCosts:
         """Of a machine that is so many times slower."""
         values: dict[str, Any] = {name: factor * getattr(self, name) for name in self._seconds()}
-        return ReplicaCosts(**values, spread=self.spread)
+        return ReplicaCosts(**values, spread=tuple(factor * seconds for seconds in self.spread))
 
     @classmethod
     def _seconds(cls) -> list[str]:
@@ -170,7 +171,8 @@ class SimulatedReplica:
 
     def step_s(self, costs: ReplicaCosts) -> float:
         """Of the step that runs, at these costs."""
-        return costs.spread[int(self._rank * len(costs.spread))] * self.parts.seconds(costs)
+        seconds = self.parts.seconds(costs)
+        return max(LEAST_SHARE * seconds, seconds + costs.spread[int(self._rank * len(costs.spread))])
 
     def finish_step(self, now: float, numbers: TokenNumbers) -> list[tuple[ReplayedAnswer, list[int]]]:
         """Answers that ended with it, and all of their tokens."""
