@@ -106,7 +106,7 @@ def _answers_step(count: int, rounds: list[Round]) -> Line:
 
 
 def _spread(rounds: Sequence[Round]) -> tuple[float, ...]:
-    """By how many seconds steps differed from their mean, of the same steps in each answer: from the least to the most."""
+    """By how many seconds steps differed from their mean, of the same steps in each answer, in order."""
     seconds = np.sort([gap - mean(a.gaps_s) for own in rounds for a in own if len(a.gaps_s) > 1 for gap in a.gaps_s])
     return tuple(float(part.mean()) for part in np.array_split(seconds, SPREAD) if len(part)) or (0.0,)
 
