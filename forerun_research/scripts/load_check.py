@@ -1,13 +1,13 @@
 """Checks the simulation of `forerun bench load` against real replicas: the same trace, measured and simulated.
 
     python -m forerun_research.scripts.load_check --trace users --replicas 1,2,4 --cores 2 --save runs.jsonl
-    python -m forerun_research.scripts.load_check --from runs.jsonl
+    python -m forerun_research.scripts.load_check --from runs.jsonl --costs-of 4
 
 Each number of replicas is served by `forerun serve --replicas` with one thread each; first a few requests of known
 lengths measure what steps cost while 1, 2 or all of them compute, then the trace is replayed with plain decoding, and
 `--runs 2` replays it once more with other questions: what two runs differ by, no simulation can be blamed for. `--save`
-keeps what was measured, `--from` compares it with the simulation as it is now. Nothing of the model is fitted to the
-trace. Needs `forerun[ray]` and a machine without other work.
+keeps what was measured, `--from` compares it with the simulation as it is now, `--costs-of 4` at the costs that were
+measured beside four replicas, for all numbers of them. Nothing of the model is fitted to the trace. Needs `forerun[ray]` and a machine without other work.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from forerun.errors import BadRequest
 from forerun.loading import opened
 from forerun_research.bench.load import figures, together
 from forerun_research.bench.load_costs import Probes, probed, solved
@@ -90,6 +91,16 @@ def measured(model: str, replicas: int, names: list[str], cores: float, runs: in
     return found
 
 
+def at_costs_of(runs: list[MeasuredRun], replicas: int | None) -> list[MeasuredRun]:
+    """The same runs, with costs as they were measured beside so many replicas; None: each with its own."""
+    if replicas is None:
+        return runs
+    probes = next((run.probes for run in runs if run.replicas == replicas), None)
+    if probes is None:
+        raise BadRequest(f"--costs-of {replicas}: there is no such run", "measure it: --replicas N --save FILE")
+    return [replace(run, probes={n: own for n, own in probes.items() if n <= run.replicas}) for run in runs]
+
+
 def compared(found: dict[str, Any], simulated: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """Figures by name, measured and simulated."""
     pairs = {"tokens/s": (found["tokens_per_s"], simulated["tokens_per_s"])}
@@ -133,13 +144,14 @@ def main() -> None:
     parser.add_argument(
         "--from", dest="known", type=Path, default=None, help="nothing is measured: such a file is read"
     )
+    parser.add_argument("--costs-of", type=int, default=None, help="replicas of the run whose costs are taken for all")
     for run in _runs(parser.parse_args()):
         report(run)
 
 
 def _runs(given: argparse.Namespace) -> Iterator[MeasuredRun]:
     if given.known is not None:
-        yield from map(MeasuredRun.of_json, given.known.read_text().splitlines())
+        yield from at_costs_of(list(map(MeasuredRun.of_json, given.known.read_text().splitlines())), given.costs_of)
         return
     for replicas in (int(part) for part in given.replicas.split(",") if part):
         found = measured(given.model, replicas, given.trace, given.cores, given.runs)

@@ -178,6 +178,7 @@ def throughput(service: Served) -> dict[str, Any]:
         for _ in range(args.rounds):
             for name, target in targets.items():
                 found[name].append(round(asyncio.run(_tokens_per_s(target, args)), 1))
+                print(f"{name}: {found[name][-1]} tokens/s", flush=True)
     return {"tokens_per_s": found, "ratio": round(median(found["replicas"]) / median(found["one_process"]), 3)}
 
 

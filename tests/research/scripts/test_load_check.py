@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from forerun.errors import BadRequest
 from forerun_research.bench.load_costs import Probes, solved
 from forerun_research.bench.load_replica import ReplicaCosts
 from forerun_research.bench.load_simulation import SimulatedSetup, simulate
 from forerun_research.bench.load_targets import ReplayedAnswer
 from forerun_research.bench.load_trace import TraceRequest, poisson
-from forerun_research.scripts.load_check import MeasuredRun, numbered, report
+from forerun_research.scripts.load_check import MeasuredRun, at_costs_of, numbered, report
 
 COSTS = ReplicaCosts(0.01, 0.001, 0.001, 0.0)
 
@@ -43,6 +44,15 @@ def test_a_simulation_that_is_right_is_within_and_one_that_is_not_is_told(
     for answer in run.answers[0]:
         answer.token_times = [answer.sent + 2 * (moment - answer.sent) for moment in answer.token_times]
     assert report(run) < 14 and "more than 15% off" in capsys.readouterr().out
+
+
+def test_costs_of_one_run_are_taken_for_all(run: MeasuredRun):
+    wide = replace(run, replicas=4, probes={1: run.probes[1], 4: replace(run.probes[1], busy=4)})
+    one, four = at_costs_of([run, wide], 4)
+    assert one.probes == run.probes and four.probes == wide.probes
+    assert at_costs_of([run, wide], None) == [run, wide]
+    with pytest.raises(BadRequest, match="--costs-of 2: there is no such run"):
+        at_costs_of([run, wide], 2)
 
 
 def test_documents_of_a_run_are_its_own():
