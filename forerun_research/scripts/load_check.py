@@ -7,7 +7,8 @@ Each number of replicas is served by `forerun serve --replicas` with one thread 
 lengths measure what steps cost while 1, 2 or all of them compute, then the trace is replayed with plain decoding, and
 `--runs 2` replays it once more with other questions: what two runs differ by, no simulation can be blamed for. `--save`
 keeps what was measured, `--from` compares it with the simulation as it is now, `--costs-of 4` at the costs that were
-measured beside four replicas, for all numbers of them. Nothing of the model is fitted to the trace. Needs `forerun[ray]` and a machine without other work.
+measured beside four replicas, for all numbers of them. Nothing of the model is fitted to the trace. Needs
+`forerun[ray]` and a machine without other work.
 """
 
 from __future__ import annotations
