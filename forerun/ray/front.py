@@ -67,6 +67,9 @@ def create_front(replicas: Replicas, config: ServeConfig, admission: AdmissionCo
         status = "draining" if admission.draining else "ready" if replicas.names() else "no replica"
         return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
+    app.head("/health")(health)
+    app.head("/ready")(ready)
+
     @app.get("/metrics")
     async def all_metrics() -> Response:
         """Of the front and of all replicas, each with its name as label."""

@@ -180,6 +180,9 @@ def _add_health(app: FastAPI, ctx: ServerContext) -> None:
         draining = ctx.admission.draining
         return JSONResponse({"status": "draining" if draining else "ready"}, 503 if draining else 200)
 
+    app.head("/health", include_in_schema=False)(health)  # as some load balancers ask
+    app.head("/ready", include_in_schema=False)(ready)
+
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """Metrics for Prometheus."""

@@ -101,12 +101,19 @@ async def on_api_error(request: Request, error: Exception) -> JSONResponse:
 async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     """Refused by the framework: unknown paths, wrong methods, bodies that cannot be decoded."""
     assert isinstance(error, HTTPException)
-    message = str(error.detail)
+    message, hint = str(error.detail), ""
     if error.status_code == 404:
-        message = f"there is nothing at {request.url.path}"
+        message, hint = f"there is nothing at {request.url.path}", _meant(request)
     elif error.status_code == 400:
         message = "the body cannot be read as JSON in UTF-8"
-    return ApiError(error.status_code, message, headers=dict(error.headers or {})).response(request.url.path)
+    return ApiError(error.status_code, message, hint, headers=dict(error.headers or {})).response(request.url.path)
+
+
+def _meant(request: Request) -> str:
+    """The path of a client whose base URL lacks `/v1`, or has it where the client adds it by itself."""
+    paths = {getattr(route, "path", "") for route in request.app.routes}
+    path = request.url.path
+    return next((f"ask at {near}" for near in (f"/v1{path}", path.removeprefix("/v1")) if near in paths - {path}), "")
 
 
 async def on_invalid(request: Request, error: Exception) -> JSONResponse:

@@ -101,6 +101,7 @@ def test_answers_and_streams_are_those_of_one_server(engines: Any):
         bad = made.post(CHAT, {"messages": 7})
         assert error(bad, 400) == error(served.post(CHAT, {"messages": 7}), 400)
         assert made.get("/health").json() == {"status": "ok"} and made.get("/ready").json() == {"status": "ready"}
+        assert httpx.head(made.url + "/ready").status_code == 200
 
 
 def test_keys_and_limits_hold_over_all_replicas(engines: Any):

@@ -163,7 +163,9 @@ def test_what_is_not_there(served: Running):
         served.client().chat.completions.create(**ASKED | {"model": "gpt-9"})
     assert caught.value.code == "model_not_found"
     error(served.get("/v1/models/gpt-9"), 404)
-    error(served.get("/v1/nothing"), 404)
+    assert not error(served.get("/v1/nothing"), 404)["hint"]
+    for asked, there in (("/chat/completions", CHAT), ("/v1/v1/messages", "/v1/messages"), ("/models", "/v1/models")):
+        assert error(served.post(asked, ASKED), 404)["hint"] == f"ask at {there}"
     assert error(served.get(CHAT), 405)["code"] == "method_not_allowed"
     assert "embedding model" in error(served.post("/v1/embeddings", {"model": NAME, "input": "x"}), 501)["message"]
 
@@ -274,6 +276,7 @@ def test_a_full_queue_has_a_retry_after(narrow: LLM):
 def test_draining_lets_open_answers_end(llm: LLM, slow: None):
     with running(llm) as made:
         assert made.get("/ready").status_code == 200
+        assert [httpx.head(made.url + path).status_code for path in ("/health", "/ready")] == [200, 200]
         one = Holding(made)
         made.server.handle_exit(signal.SIGTERM, None)
         response = made.post(CHAT, ASKED)
