@@ -23,7 +23,7 @@ from forerun.engine.sequence import Event, Request
 from forerun.errors import ForerunError
 from forerun.runtime.lease import EngineLease
 from forerun.runtime.look_ahead import LookAhead
-from forerun.runtime.threads import Mailbox
+from forerun.runtime.threads import Mailbox, StepLock
 
 LEASE_POLL_S = 0.001  # between two checks whether leased pages have been released
 UPGRADE_DELAY_S = 0.1  # without a request before upgrades begin: requests one after the other are not delayed
@@ -34,7 +34,7 @@ class Driver:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._lock = threading.Lock()  # held during a step or an exclusive use
+        self._lock = StepLock()
         # Guards what follows, for a moment at a time. Re-entrant: inside it the garbage collector may close a forgotten
         # stream, which takes it again
         self._gate = threading.RLock()
@@ -139,7 +139,7 @@ class Driver:
         busy = True
         with self._stepping():
             while busy and not self.closed:
-                with self._lock:
+                with self._lock.step():
                     busy = self.engine.upgrade_step() if self.engine.idle else self.engine.step()
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class Driver:
         with self._gate:
             self.closed = True
         self._halt()
-        with self._lock:
+        with self._lock.exclusive():
             self.engine.end_all()
             if self.engine.tiers is not None:
                 self.engine.tiers.close(self.engine.tree)
@@ -166,7 +166,7 @@ class Driver:
     @contextmanager
     def exclusive(self) -> Iterator[Engine]:
         """The engine between two steps: no other thread steps it until the context ends."""
-        with self._stepping(), self._lock:
+        with self._stepping(), self._lock.exclusive():
             yield self.engine
 
     @contextmanager
@@ -211,7 +211,7 @@ class Driver:
 
     def _step(self, mine: list[Request]) -> None:
         """One step by a caller that waits for these requests."""
-        with self._lock:
+        with self._lock.step():
             self.engine.step()
             blocked = self._blocked_by_leases(mine)
         if blocked:
@@ -237,11 +237,9 @@ class Driver:
     def collect(self) -> None:
         """Free what was cancelled or released, now, or else at the next step. It never blocks: the garbage collector
         may close a forgotten iterator in the middle of a step."""
-        if self._lock.acquire(blocking=False):
-            try:
+        with self._lock.at_once() as held:
+            if held:
                 self.engine.process_inbox()
-            finally:
-                self._lock.release()
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
@@ -280,14 +278,14 @@ class Driver:
         if self._steppers and not self._readers:
             return False  # blocked callers step: two threads would only contend for the lock
         try:
-            with self._lock:
+            with self._lock.step():
                 went = self.engine.upgrade_step() if self.engine.idle else self.engine.step()
                 blocked = self._blocked_by_leases()
             if blocked:
                 time.sleep(LEASE_POLL_S)
             return went
         except Exception as error:  # this thread has no caller: all open requests end with the error
-            with self._lock:
+            with self._lock.exclusive():
                 self.engine.upgrades.clear()
                 self.engine.end_all(error)
             return True

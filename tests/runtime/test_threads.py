@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import psutil
 import pytest
 
 from forerun.errors import BadRequest
-from forerun.runtime.threads import choose_threads, run_in_thread
+from forerun.runtime.threads import MAX_STEPS_BEFORE, StepLock, choose_threads, run_in_thread
 
 
 @pytest.mark.parametrize(("asked", "threads"), [("3", 3), (" 2,1", 2), ("0", None), ("many", None), ("", None)])
@@ -51,3 +52,50 @@ def test_results_and_errors_come_back_and_the_thread_is_gone() -> None:
     with pytest.raises(ZeroDivisionError):
         run_in_thread(lambda: 1 // 0)
     assert not [thread for thread in threading.enumerate() if thread.name == "forerun-work"]
+
+
+def test_an_exclusive_use_waits_for_a_few_steps_at_most() -> None:
+    lock, steps, waited, stop = StepLock(), list[float](), list[int](), threading.Event()
+
+    def loop() -> None:
+        while not stop.is_set():
+            with lock.step():
+                time.sleep(0.001)
+                steps.append(time.perf_counter())
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        for _ in range(150):
+            before = len(steps)
+            with lock.exclusive():
+                waited.append(len(steps) - before)
+                with lock.at_once() as held:
+                    assert not held
+            done = len(steps)
+            while len(steps) == done:  # steps go on
+                time.sleep(0.0005)
+    finally:
+        stop.set()
+        thread.join()
+    # Two more: one that ran, and one that had looked whether any use waits just before
+    assert max(waited) <= MAX_STEPS_BEFORE + 2
+    with lock.at_once() as held:
+        assert held
+
+
+def test_an_exclusive_use_that_gives_up_waiting_holds_up_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = StepLock()
+
+    class Interrupted:
+        def __enter__(self) -> None:
+            raise KeyboardInterrupt
+
+        def __exit__(self, *failure: object) -> None: ...
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lock, "_lock", Interrupted())
+        with pytest.raises(KeyboardInterrupt), lock.exclusive():
+            pass
+    with lock.step(), lock.at_once() as held:
+        assert not held
