@@ -1,6 +1,6 @@
 """Drafted steps one ahead of the host: the next one is launched before the tokens of the last one are read.
 
-For a few greedy sequences whose draft model drafts in one forward (`decode/drafting_ahead.py` says when that pays). The
+For a few greedy sequences whose draft model drafts in one forward (`decode/device_drafting.py` says when that pays). The
 device keeps what it chose and goes on from there, so that the host need only see to pages: as many as the step in
 flight and the next one can fill. What it does with a step's tokens then overlaps the next step. An answer that turns
 out to have ended has a step too many on its way, which writes behind its last entry and is dropped. Knows no text.
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from forerun.core.drafted import DraftedStart, DraftedTokens, PendingDrafted, rows_of
 from forerun.decode.control.controller import PaidPlan
+from forerun.decode.device_drafting import DeviceDrafting
 from forerun.decode.drafter_pool import DraftTask
-from forerun.decode.drafting_ahead import DraftingAhead
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Phase, Sequence
 
@@ -43,7 +43,7 @@ class DraftAhead:
 
     def __init__(
         self,
-        drafting: DraftingAhead,
+        drafting: DeviceDrafting,
         scheduler: Scheduler,
         max_length: int,
         append: Callable[[Sequence, DraftedTokens], None],

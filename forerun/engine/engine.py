@@ -21,9 +21,9 @@ from forerun.cache.tiers import Tiers
 from forerun.core import Draft, SamplingParams, Usage, Verdict
 from forerun.core.drafted import DraftedTokens
 from forerun.decode.control.controller import Controller
+from forerun.decode.device_drafting import DeviceDrafting
 from forerun.decode.draft_context import DraftContext, DraftModel
 from forerun.decode.drafter_pool import DraftTask
-from forerun.decode.drafting_ahead import DraftingAhead
 from forerun.decode.speculator import Speculator
 from forerun.decode.verify import StepOutput, VerifyInput, verify
 from forerun.engine.config import EngineConfig
@@ -103,7 +103,7 @@ class Engine:
         self.max_length = min(config.max_model_len, config.capacity)  # of a prompt and its answer
         self._run_ahead = RunAhead(self.runner, self.scheduler, self.max_length, self._stays_plain)
         self._in_flight: StepInFlight | None = None
-        drafting, append = DraftingAhead(self.speculator), self._append_drafted
+        drafting, append = DeviceDrafting(self.speculator), self._append_drafted
         self._draft_ahead = DraftAhead(drafting, self.scheduler, self.max_length, append, self.fail)
         self._last_read = 0.0  # when the tokens of a step that was launched ahead were read
         self._draft_next = False  # the coming step drafts: decided when it was not launched ahead

@@ -17,7 +17,7 @@ from forerun.decode.speculator import Speculator
 PAUSE_TOKENS = 16  # of an answer, after there was no room for a step
 
 
-class DraftingAhead:
+class DeviceDrafting:
     def __init__(self, speculator: Speculator) -> None:
         self._speculator, self._controller = speculator, speculator.controller
 
