@@ -1,6 +1,6 @@
 """Drafted steps one ahead of the host: the next one is launched before the tokens of the last one are read.
 
-For a few greedy sequences whose draft model drafts in one forward (`decode/device_drafting.py` says when that pays). The
+For a few greedy sequences whose draft model drafts in one forward (`decode/device_drafting.py`: when that pays). The
 device keeps what it chose and goes on from there, so that the host need only see to pages: as many as the step in
 flight and the next one can fill. What it does with a step's tokens then overlaps the next step. An answer that turns
 out to have ended has a step too many on its way, which writes behind its last entry and is dropped. Knows no text.
