@@ -169,7 +169,7 @@ class Controller(Waiting, OnDevice):
         if turn.depth:
             cost_s, gained_s = 0.0, turn.gained_s * (1.0 - covered)
         lost_s = cost_s + start_s / max(1, self.acceptance.expected_remaining(s)) - gained_s
-        if lost_s <= 0.0 or (s.named and not turn.depth and not (slowdown and slowdown.matters)):
+        if lost_s <= 0.0 or (s.named and not turn.depth):
             return True
         if slowdown:
             lost_s += start_s  # all of it before the first draft

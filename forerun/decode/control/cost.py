@@ -22,8 +22,9 @@ MAX_TABLE_TOKENS = 1024  # above, seconds are computed one by one
 PRIOR_SLOWDOWN, PRIOR_SLOWDOWN_STEPS = 1.15, 2  # by a server on the same memory bus, before a step beside it was timed
 PROBED_STEPS = 6  # that steps count for which were timed beside a server before the first request
 MAX_LOG_SLOWDOWN = 0.7  # of one step
-NAMED_SLOWDOWN = 0.03  # of steps beside such a server that a request which names it takes without asking what it gains
-TURNS_SLOWDOWN = 0.2  # of steps beside a server on the same memory bus, from which the two take turns
+# Of steps beside a server on the same memory bus, from which the two take turns. Steps are timed beside drafting one token after
+# the other; reading a prompt slows them more: with 3 to 20% timed, single answers still fell to 0.72 of plain (docs/log.md)
+TURNS_SLOWDOWN = 0.03
 
 MAX_ROUNDS = 16  # of a paid drafter in one step
 LOOKAHEAD_ROUNDS = 3  # within which a further round must pay: costs have steps
@@ -56,11 +57,6 @@ class Slowdown:
     def extra(self) -> float:
         """Of a step, as a share of it."""
         return max(0.0, math.exp(self._log) - 1.0)
-
-    @property
-    def matters(self) -> bool:
-        """Whether drafts beside the target's steps have to pay for it, where a request names the drafter, too."""
-        return self.shares_memory and self.round_s > 0.0 and NAMED_SLOWDOWN < self.extra < TURNS_SLOWDOWN
 
     @property
     def takes_turns(self) -> bool:

@@ -76,7 +76,7 @@ class Waiting:
         assert self._step is not None
         assert self._step is not None
         slowdown = self.slowdowns[drafter]
-        if not (slowdown.takes_turns or slowdown.matters):
+        if not slowdown.takes_turns:
             return Turn()
         low, mean = (self._best_turn(s, drafter, doubt) for doubt in (DOUBT, 0.0))
         if low.depth:

@@ -26,10 +26,10 @@ def test_none_pays_behind_a_long_way_or_where_drafts_are_wrong() -> None:
 
 
 @pytest.mark.parametrize("shares_memory", [True, False])
-def test_turns_are_for_one_memory_bus_and_a_slowdown_that_was_measured(shares_memory: bool) -> None:
+def test_turns_are_for_one_memory_bus_and_a_round_that_is_known(shares_memory: bool) -> None:
     slowdown = Slowdown(shares_memory)
     slowdown.round_s = 0.02
-    assert not slowdown.takes_turns  # what is expected before any step was timed is less
+    assert slowdown.takes_turns == shares_memory  # expected before any step was timed
     for _ in range(20):
         slowdown.observe(1.0, 1.0 + 2.0 * TURNS_SLOWDOWN)
     assert slowdown.takes_turns == shares_memory
