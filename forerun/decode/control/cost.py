@@ -22,8 +22,8 @@ MAX_TABLE_TOKENS = 1024  # above, seconds are computed one by one
 PRIOR_SLOWDOWN, PRIOR_SLOWDOWN_STEPS = 1.15, 2  # by a server on the same memory bus, before a step beside it was timed
 PROBED_STEPS = 6  # that steps count for which were timed beside a server before the first request
 MAX_LOG_SLOWDOWN = 0.7  # of one step
-# Of steps beside a server on the same memory bus, from which the two take turns. Steps are timed beside drafting one token after
-# the other; reading a prompt slows them more: with 3 to 20% timed, single answers still fell to 0.72 of plain (docs/log.md)
+# Of steps beside a server on the same memory bus, from which the two take turns. They are timed beside single rounds;
+# reading a prompt slows them more: with 3 to 20% timed, single answers still fell to 0.72 of plain (docs/log.md)
 TURNS_SLOWDOWN = 0.03
 
 MAX_ROUNDS = 16  # of a paid drafter in one step

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
@@ -70,6 +71,7 @@ class Link:
         self.address, self.url = address, address_url(address)
         self.welcome: Welcome | None = None  # None: not connected
         self.refusal: str = ""  # why the server does not draft for this target
+        self.trip_s = math.inf  # from the first frame to its reply, the quickest so far
         self.connections = 0  # so far: what the server knew is gone with its connection
         self.bytes_sent = self.bytes_received = 0
         self._hello, self._on_frame, self._on_change = hello, on_frame, on_change
@@ -154,9 +156,11 @@ class Link:
             close_timeout=1.0,
             proxy=None,
         ) as socket:
+            sent = time.monotonic()
             await socket.send(encode(self._hello))
             async with asyncio.timeout(CONNECT_S):
                 first = decode(await socket.recv(decode=False), self._hello.vocab_size)
+            self.trip_s = min(self.trip_s, time.monotonic() - sent)
             if isinstance(first, Refused):
                 self.refusal = first.reason
                 raise ConnectionError(first.reason)

@@ -159,3 +159,12 @@ def test_the_measured_round_trip_decides_between_ordinary_and_parallel_drafting(
         trips = RoundTrips()
         trips.hits, trips.round_s, trips.server_s, trips.network_s = 0.4, 0.02, 0.001, network_s
         assert [trips.guess_pays() for _ in range(8)] == [parallel] * 8
+
+
+def test_one_slow_tree_does_not_decide_what_a_server_takes() -> None:
+    trips = RoundTrips()
+    trips.round_s, trips.network_s = 0.014, 0.016
+    trips.at_most(0.010, 0.002)
+    assert (trips.round_s, trips.network_s) == (0.010, 0.002)
+    trips.at_most(0.0, 0.05)  # a server that says nothing of its rounds, a slow handshake
+    assert (trips.round_s, trips.network_s) == (0.010, 0.002)
