@@ -51,7 +51,7 @@ class DraftAhead:
     ) -> None:
         self.drafting, self._scheduler, self._max_length = drafting, scheduler, max_length
         self._append, self._fail = append, fail
-        self._in_flight: DraftedInFlight | None = None
+        self.in_flight: DraftedInFlight | None = None
         self._goes_on: PaidPlan | None = None  # of the step after the next one
         self._last_read, self._tokens = 0.0, 1.0  # when the last step was read; tokens of a step, of late
 
@@ -68,14 +68,14 @@ class DraftAhead:
             return False
         starts = [DraftedStart(len(s.tokens), left, s.pages) for s, left in zip(sequences, unread, strict=True)]
         device.begin(starts, self.drafting.depth, min(seq.params.speculation.nodes for seq in sequences))
-        self._in_flight = DraftedInFlight(sequences, plan, device.launch(), start, True)
+        self.in_flight = DraftedInFlight(sequences, plan, device.launch(), start, True)
         self._goes_on = plan
         return True
 
     def step(self) -> bool:
         """Launch the step after the one on its way, read that one's tokens and do what is to be done with them; False
         where none is."""
-        step, self._in_flight = self._in_flight, None
+        step, self.in_flight = self.in_flight, None
         if step is None or not step.live:
             return False
         following = self._follow(step, in_flight=1)
@@ -92,7 +92,7 @@ class DraftAhead:
                 self._fail(seq, error)
         following = following or self._follow(step, in_flight=0)
         if following is not None and following.live:
-            self._in_flight = following
+            self.in_flight = following
             live = all(seq.phase is Phase.DECODING for seq in following.sequences)
             self._goes_on = self.drafting.goes_on(self._tasks(following.sequences)) if live else None
         return True

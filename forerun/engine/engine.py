@@ -118,7 +118,7 @@ class Engine:
 
     def _step(self) -> bool:
         self.process_inbox()
-        if self._draft_ahead.step():
+        if self._draft_ahead.in_flight is not None and self._draft_ahead.step():
             return True
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None and in_flight.live:
@@ -132,8 +132,8 @@ class Engine:
         if any(s.verifies_provisional for s in batch):
             batch = draft_provisional(batch, self.scheduler, self.runner, self._max_nodes)
         self._draft_tokens(batch)  # for the sequences that decode with speculation
-        if self._draft_ahead.step():
-            return True
+        if self._draft_ahead.in_flight is not None:
+            return self._draft_ahead.step()
         in_flight = self._run_ahead.begin(batch) if self.runner.can_launch else None
         if in_flight is not None:
             return self._finish_step(in_flight)

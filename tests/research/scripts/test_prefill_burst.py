@@ -13,7 +13,7 @@ import pytest
 
 from forerun.errors import BadRequest
 from forerun_research.scripts import prefill_burst, prefill_evidence
-from forerun_research.scripts.prefill_burst import ARCHIVE, Job, Plan, gather, run
+from forerun_research.scripts.prefill_burst import ARCHIVE, Job, JobPlan, gather, run
 from forerun_research.studies.study import find, load
 
 FOLDERS = ("models", "data", "texts", "out")
@@ -78,7 +78,7 @@ def test_parts_of_a_study_are_gathered_without_the_other_machines_files(
 @pytest.mark.parametrize("burst", ["studies", "models"])
 def test_every_job_names_what_there_is(tmp_path: Path, burst: str) -> None:
     args = argparse.Namespace(**{name: tmp_path / name for name in FOLDERS}, seconds=100.0, device="cpu", prompts=None)
-    jobs: list[Job] = getattr(Plan(args, tmp_path), burst)()
+    jobs: list[Job] = getattr(JobPlan(args, tmp_path), burst)()
     assert len({job.name for job in jobs}) == len(jobs)
     evidence = f"{prefill_burst.SCRIPTS}.{Path(prefill_evidence.__file__).stem}"
     modules = Path(prefill_burst.__file__).parent
