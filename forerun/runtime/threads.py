@@ -29,7 +29,7 @@ T = TypeVar("T")
 # More would only wait for each other: 64 on two cores decode at a third of the speed of 2, and with tens of thousands
 # the system gives up in ways that no program can catch
 MAX_THREADS, MAX_THREADS_PER_CORE = 64, 8  # the larger of both
-MAX_STEPS_BEFORE = 3  # an exclusive use: so that streams have three of four turns beside work that takes many of them
+MAX_STEPS_BEFORE = 8  # an exclusive use: so that streams have eight of nine turns beside work that takes many of them
 
 
 def choose_threads(asked: int | str | None) -> tuple[int, str]:
