@@ -142,10 +142,10 @@ def test_formats_without_a_kernel_are_named() -> None:
 
 def test_int8_is_taken_where_it_is_clearly_faster_and_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for ratios, worth in (((2.0, 2.0), False), ((2.0, 1.1), True)):
-        monkeypatch.setattr(choice, "_ratios", lambda threads, ratios=ratios: ratios)
+        monkeypatch.setattr(choice, "_ratios", lambda ratios=ratios: ratios)
         assert choice.blocks_are_worth_it() is worth
     monkeypatch.setattr(torch.backends, "quantized", SimpleNamespace(supported_engines=["qnnpack"]))  # as on ARM
-    monkeypatch.setattr(choice, "_ratios", lambda threads: pytest.fail("int8 cannot be timed here"))
+    monkeypatch.setattr(choice, "_ratios", lambda: pytest.fail("int8 cannot be timed here"))
     assert choice.blocks_are_worth_it()
 
 
@@ -179,3 +179,17 @@ def test_a_matrix_quantised_in_parts_has_the_same_blocks(bits: int, cols: int, m
     parts = PackedBlocks.quantised(weight, bits)
     assert (parts.format, parts.rows, parts.cols) == (whole.format, ROWS, cols)
     assert torch.equal(parts.packed, whole.packed)
+
+
+def test_the_choice_is_timed_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several wait for each other, and beside a busy program the slowest would choose for all later starts."""
+    used, before = list[int](), torch.get_num_threads()
+    monkeypatch.setattr(choice, "set_threads", used.append)
+    torch.set_num_threads(2)
+    try:
+        seen = list[int]()
+        monkeypatch.setattr(choice, "_ratio", lambda *_: seen.append(torch.get_num_threads()) or 1.0)
+        assert choice._measure() == (1.0, 1.0)
+        assert seen == [1, 1] and used == [1, 2] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
