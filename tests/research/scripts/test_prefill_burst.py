@@ -48,7 +48,7 @@ def write_records(folder: Path, study: str, cases: list[str], parts: dict[str, s
     path = folder / study / "results.jsonl"
     path.parent.mkdir(parents=True)
     lines: list[dict[str, object]] = [{"study": study, "parts": parts}]
-    about = {"variant": "", "measure": "m", "condition": "exact", "record": {"kl": 0}}
+    about: dict[str, object] = {"variant": "", "measure": "m", "condition": "exact", "record": {"kl": 0}}
     lines += [about | {"case": case} for case in cases]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
