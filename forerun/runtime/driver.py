@@ -23,10 +23,64 @@ from forerun.engine.sequence import Event, Request
 from forerun.errors import ForerunError
 from forerun.runtime.lease import EngineLease
 from forerun.runtime.look_ahead import LookAhead
-from forerun.runtime.threads import Mailbox, StepLock
+from forerun.runtime.threads import Mailbox
 
 LEASE_POLL_S = 0.001  # between two checks whether leased pages have been released
 UPGRADE_DELAY_S = 0.1  # without a request before upgrades begin: requests one after the other are not delayed
+MAX_STEPS_BEFORE = 8  # an exclusive use: so that streams have eight of nine turns beside work that takes many of them
+
+
+class StepLock:
+    """Held during a step or an exclusive use of the engine, which waits for a few steps at most.
+
+    A loop that steps takes a plain lock again before a thread that waits for it has woken up: an exclusive use waited
+    for up to 26 steps (SmolLM2, 8 streams), and what takes many, as a prompt's log-probabilities do, for minutes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._turns = threading.Condition()  # guards what follows
+        self._waiting = 0  # exclusive uses
+        self._steps_left = 0  # that may run before the next of them
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        with self._turns:
+            while self._waiting and self._steps_left <= 0:
+                self._turns.wait()
+            self._steps_left -= 1
+        with self._lock:
+            yield
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        self._wait(1)
+        waits = True
+        try:
+            with self._lock:
+                self._wait(-1)
+                waits = False
+                yield
+        finally:
+            if waits:  # Ctrl-C came first
+                self._wait(-1)
+
+    @contextmanager
+    def at_once(self) -> Iterator[bool]:
+        """Whether it is held now; never blocks, so that a garbage collector may call it in the middle of a step."""
+        held = self._lock.acquire(blocking=False)
+        try:
+            yield held
+        finally:
+            if held:
+                self._lock.release()
+
+    def _wait(self, change: int) -> None:
+        with self._turns:
+            self._waiting += change
+            if change < 0 or self._waiting == 1:  # the next one has steps before it, too
+                self._steps_left = MAX_STEPS_BEFORE
+                self._turns.notify_all()
 
 
 class Driver:

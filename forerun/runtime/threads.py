@@ -1,5 +1,4 @@
-"""Between threads: events from the thread that steps the engine to an event loop; the lock that steps and exclusive
-uses of the engine share; work in a thread that ends with it.
+"""Between threads: events from the thread that steps the engine to an event loop; work in a thread that ends with it.
 
 Waking a loop costs a system call, and the stepping thread would pay it for every stream of its batch: a `Mailbox` wakes
 it once for all events of a step.
@@ -16,8 +15,7 @@ import asyncio
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import psutil
@@ -29,7 +27,6 @@ T = TypeVar("T")
 # More would only wait for each other: 64 on two cores decode at a third of the speed of 2, and with tens of thousands
 # the system gives up in ways that no program can catch
 MAX_THREADS, MAX_THREADS_PER_CORE = 64, 8  # the larger of both
-MAX_STEPS_BEFORE = 8  # an exclusive use: so that streams have eight of nine turns beside work that takes many of them
 
 
 def choose_threads(asked: int | str | None) -> tuple[int, str]:
@@ -75,59 +72,6 @@ class Mailbox(Generic[T]):
         while self._waiting:
             inbox, item = self._waiting.popleft()
             inbox.put_nowait(item)
-
-
-class StepLock:
-    """Held during a step or an exclusive use of the engine, which waits for a few steps at most.
-
-    A loop that steps takes a plain lock again before a thread that waits for it has woken up: an exclusive use waited
-    for up to 26 steps (SmolLM2, 8 streams), and what takes many, as a prompt's log-probabilities do, for minutes.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._turns = threading.Condition()  # guards what follows
-        self._waiting = 0  # exclusive uses
-        self._steps_left = 0  # that may run before the next of them
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        with self._turns:
-            while self._waiting and self._steps_left <= 0:
-                self._turns.wait()
-            self._steps_left -= 1
-        with self._lock:
-            yield
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        self._wait(1)
-        waits = True
-        try:
-            with self._lock:
-                self._wait(-1)
-                waits = False
-                yield
-        finally:
-            if waits:  # Ctrl-C came first
-                self._wait(-1)
-
-    @contextmanager
-    def at_once(self) -> Iterator[bool]:
-        """Whether it is held now; never blocks, so that a garbage collector may call it in the middle of a step."""
-        held = self._lock.acquire(blocking=False)
-        try:
-            yield held
-        finally:
-            if held:
-                self._lock.release()
-
-    def _wait(self, change: int) -> None:
-        with self._turns:
-            self._waiting += change
-            if change < 0 or self._waiting == 1:  # the next one has steps before it, too
-                self._steps_left = MAX_STEPS_BEFORE
-                self._turns.notify_all()
 
 
 def run_in_thread(work: Callable[[], T]) -> T:

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from forerun.errors import BadRequest
-from forerun.runtime.threads import MAX_STEPS_BEFORE, StepLock, choose_threads, run_in_thread
+from forerun.runtime.driver import MAX_STEPS_BEFORE, StepLock
+from forerun.runtime.threads import choose_threads, run_in_thread
 
 
 @pytest.mark.parametrize(("asked", "threads"), [("3", 3), (" 2,1", 2), ("0", None), ("many", None), ("", None)])
