@@ -153,6 +153,8 @@ class StepPlan(DepthPlan):
         gains, depths = dict.fromkeys(rows, 0.0), dict.fromkeys(rows, 0)
         for path, i, depth, _ in self._nodes(rows, ahead, reach, [min(limit, self.depth) for limit in limits]):
             gains[i], depths[i] = gains[i] + path, max(depths[i], depth + 1)
+        if any(read_s and not left for read_s, left in zip(start_s, remaining, strict=True)):
+            return Depths({}, self.rate, 1.0, {})  # it is too early to read for one of them, and all draft together
         rate, plain_s = (self.tokens + sum(gains.values())) / self.step_s, self.sequences / self.rate
         started = [max(self.rate, recent[i] * self.sequences) if start_s[i] else self.rate for i in rows]
         saved_s = sum(n * (1.0 / before - 1.0 / rate) for n, before in zip(remaining, started, strict=True))
