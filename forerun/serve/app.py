@@ -35,7 +35,7 @@ from forerun.serve.page_api import add_page_api, add_page_files
 from forerun.serve.preparation import PreparationPool, PromptLimit
 from forerun.serve.prompt_pins import PromptPins
 from forerun.serve.request_ids import RequestIdMiddleware, log_refusal
-from forerun.serve.response import CompletionResponse
+from forerun.serve.response import CLIENT_CLOSED_STATUS, ClientDisconnected, CompletionResponse
 from forerun.serve.schema import ChatRequest, CompletionRequest
 from forerun.serve.sessions import ServerSessions, SessionTurn
 from forerun.serve.text_api import add_text_api
@@ -73,8 +73,13 @@ def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
 def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(ClientDisconnected, _on_disconnect)
     for kind in (ApiError, ForerunError, RecursionError, Exception):
         app.add_exception_handler(kind, on_api_error)
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_STATUS)  # for the log
 
 
 def add_middleware(app: FastAPI, config: ServeConfig, admission: AdmissionControl, report: Callable[..., None]) -> None:

@@ -144,8 +144,7 @@ def context_size(llm: LLM, config: ServeConfig) -> int:
 def prompt_texts(prompt: Any) -> list[str]:
     """What a prompt has to be tokenised: messages, or a text; token ids are counted without that."""
     if isinstance(prompt, SessionTurn):
-        given = prompt.content
-        return [message.text for message in given] if prompt.encode_all is not None else prompt_texts(given)
+        return prompt.texts if prompt.encode_all is not None else prompt_texts(prompt.content)
     if isinstance(prompt, ChatPrompt):
         return prompt.texts
     if isinstance(prompt, FillPrompt):

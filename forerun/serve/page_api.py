@@ -22,6 +22,7 @@ from forerun.cache.prefix import SharedRun
 from forerun.decode.drafter_pool import AUTO_FREE_DRAFTERS
 from forerun.params import PREFILL_MODES, Prefill, SamplingParams
 from forerun.serve.context import ServerContext
+from forerun.serve.counting import counted
 from forerun.serve.derived import StrictModel, documented
 from forerun.serve.errors import ApiError, described_errors
 from forerun.text.tokenizer import Tokenizer
@@ -38,7 +39,7 @@ _HEADERS = {
     "cache-control": "no-cache",  # cached, but revalidated: a new version is shown at once
 }
 MAX_COUNTED_CHARS = 1 << 20  # of a conversation whose tokens are only counted: some seconds of tokenising
-_ERRORS = described_errors(400, 401, 408, 413)
+_ERRORS = described_errors(400, 401, 408, 413, 429)
 
 
 class _ChatMessage(StrictModel):
@@ -78,16 +79,16 @@ def add_page_api(app: FastAPI, ctx: ServerContext) -> None:
         return await asyncio.to_thread(_tree, ctx, None)
 
     @app.post("/forerun/tree", responses=_ERRORS)
-    async def conversation_tree(body: ConversationBody) -> dict[str, Any]:
+    async def conversation_tree(body: ConversationBody, request: Request) -> dict[str, Any]:
         """The same, with the path of one conversation through it."""
         ctx.limit.check_size(body.texts, MAX_COUNTED_CHARS)
-        return await ctx.pool.encode(lambda _: _tree(ctx, body.dicts))
+        return await counted(ctx, request, body.texts, lambda _: _tree(ctx, body.dicts))
 
     @app.post("/forerun/tokens", responses=_ERRORS)
-    async def tokens(body: ConversationBody) -> dict[str, Any]:
+    async def tokens(body: ConversationBody, request: Request) -> dict[str, Any]:
         """A conversation's prompt, token by token; of one that exceeds the context, only their number."""
         ctx.limit.check_size(body.texts, MAX_COUNTED_CHARS)
-        return await ctx.pool.encode(lambda _: _tokens(ctx, body.dicts))
+        return await counted(ctx, request, body.texts, lambda _: _tokens(ctx, body.dicts))
 
 
 def _about(ctx: ServerContext) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -17,6 +18,7 @@ from forerun.text.tokenizer import Tokenizer
 
 MAX_ENCODING_THREADS = 4  # a tokenizer encodes one text at a time: more threads would only hold more prompts
 MAX_GRAMMAR_THREADS = 2
+MAX_COUNTED_AT_ONCE = 4 << 20  # characters of one key whose tokens are only counted, waiting ones too: some seconds
 MAX_GRAMMAR_S = 10.0  # to compile one, from when its thread begins
 PIECE_CHARS = 1 << 16  # tokenised at once while it is unknown whether a prompt fits: some 20 to 60 ms
 # Tokens of pieces are those of the whole text but for the words at their edges
@@ -30,12 +32,15 @@ class Cancelled(Exception):
 
 
 class PreparationPool:
-    """Groups of threads: for prompts, for grammars, and for log-probabilities of prompts."""
+    """Groups of threads: for prompts, grammars, log-probabilities of prompts, and texts that are counted."""
 
     def __init__(self) -> None:
         self._encoding = ThreadPoolExecutor(MAX_ENCODING_THREADS, "forerun-encode")
         self._compiling = ThreadPoolExecutor(MAX_GRAMMAR_THREADS, "forerun-grammar")
         self._scoring = ThreadPoolExecutor(1, "forerun-score")  # it runs forwards: one at a time
+        # The tokenizer encodes one text at a time: so a prompt waits for one of these at most
+        self._counting = ThreadPoolExecutor(1, "forerun-count")
+        self.counted: Counter[str] = Counter()  # characters by key
 
     async def encode(self, work: Callable[[Callable[[], None]], T]) -> T:
         """Run `work` in a thread. It gets a function that raises once the waiting task was cancelled."""
@@ -44,6 +49,17 @@ class PreparationPool:
     async def score(self, work: Callable[[Callable[[], None]], T]) -> T:
         """The same for work that runs forwards: prompts are encoded meanwhile."""
         return await self._run(self._scoring, work)
+
+    async def count(self, key: str, chars: int, work: Callable[[Callable[[], None]], T]) -> T:
+        """The same for what no answer waits for; 429 where the key has too much of that at once."""
+        if self.counted[key] and self.counted[key] + chars > MAX_COUNTED_AT_ONCE:
+            message = f"{self.counted[key]} characters are being counted, the limit at once is {MAX_COUNTED_AT_ONCE}"
+            raise ApiError(429, message, "wait for them", code="queue_full", headers={"Retry-After": "1"})
+        self.counted[key] += chars
+        try:
+            return await self._run(self._counting, work)
+        finally:
+            self.counted[key] -= chars
 
     @staticmethod
     async def _run(threads: ThreadPoolExecutor, work: Callable[[Callable[[], None]], T]) -> T:

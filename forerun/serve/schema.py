@@ -137,7 +137,7 @@ class ResponseFormat(LenientModel):
         return Grammar("regex", source) if self.type == "regex" else Grammar("lark", lark(source))
 
 
-def joined(content: str | list[TextPart]) -> str:
+def joined(content: Content) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -148,6 +148,17 @@ class TextPart(LenientModel):
     annotations: Any = None
 
 
+_PassedOverFields: Any = accepted("_PassedOverFields", "refusal", "thinking", "signature", "data", "cache_control")
+
+
+class PassedOverPart(_PassedOverFields):
+    """A part of an answer that is sent back: not part of a prompt."""
+
+    type: Literal["refusal", "thinking", "redacted_thinking"]
+    text: ClassVar[str] = ""
+
+
+Content = str | list[TextPart | PassedOverPart]
 _ReturnedFields: Any = accepted(
     "_ReturnedFields", "annotations", "reasoning", "reasoning_content", "thinking_blocks", "provider_specific_fields"
 )
@@ -155,7 +166,7 @@ _ReturnedFields: Any = accepted(
 
 class Message(_ReturnedFields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Content | None = None
     name: str | None = None  # not part of any chat template
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

@@ -175,6 +175,7 @@ class SessionTurn:
     key: ApiKey | None
     content: Any  # text, token ids, or messages
     encode_all: Encode | None = field(repr=False, default=None)  # of all messages of the conversation
+    texts: list[str] = field(repr=False, default_factory=list)  # of messages: all that is new in the prompt
     session: Session | None = field(repr=False, default=None)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import Field
 
@@ -16,16 +16,17 @@ import forerun
 from forerun.engine.intake import check_token_ids
 from forerun.errors import BadRequest
 from forerun.serve.context import ServerContext
+from forerun.serve.counting import counted
 from forerun.serve.derived import LenientModel
 from forerun.serve.errors import described_errors
 from forerun.serve.schema import Message
 from forerun.serve.tool_schema import MAX_TOOLS, Tool
-from forerun.serve.tools import ToolDialect, chat_prompt
+from forerun.serve.tools import ChatPrompt, ToolDialect, chat_prompt
 
 MAX_COUNTED_CHARS = 1 << 20  # of a text that is only tokenised: some seconds
 MAX_DETOKENIZED = 500_000
 PIECE_ITEMS = 4096  # of a list that are written at once: some milliseconds
-_ERRORS = described_errors(400, 401, 408, 413)
+_ERRORS = described_errors(400, 401, 408, 413, 429)
 
 
 class TokenizeBody(LenientModel):
@@ -60,11 +61,13 @@ def _json(found: dict[str, Any]) -> bytes:
 def add_text_api(app: FastAPI, ctx: ServerContext, dialect: ToolDialect) -> None:
     tokenizer = ctx.llm.tokenizer
 
-    def encoded(body: TokenizeBody) -> list[int]:
-        if body.messages is not None:
-            for message in body.messages:
-                message.check()
-            prompt = chat_prompt(dialect, body.messages, body.tools or ())
+    def conversation(body: TokenizeBody) -> ChatPrompt | None:
+        for message in body.messages or ():
+            message.check()
+        return chat_prompt(dialect, body.messages, body.tools or ()) if body.messages else None
+
+    def encoded(body: TokenizeBody, prompt: ChatPrompt | None) -> list[int]:
+        if prompt is not None:
             return tokenizer.apply_chat_template(prompt.messages, prompt.tools, body.add_generation_prompt)
         text = body.prompt if body.prompt is not None else body.content
         return tokenizer.encode(text or "", add_special=body.add_special_tokens)
@@ -83,20 +86,21 @@ def add_text_api(app: FastAPI, ctx: ServerContext, dialect: ToolDialect) -> None
         return tokenizer.decode(tokens, skip_special=False)
 
     @app.post("/tokenize", responses=_ERRORS)
-    async def tokenize(body: TokenizeBody) -> Response:
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """Token ids of a text, or of a conversation as the model gets it."""
         given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
         if len(given) != 1:
             raise BadRequest(f"the body has {' and '.join(given) or 'no text'}", "give prompt, content or messages")
-        texts = [message.text for message in body.messages or ()] or [body.prompt or body.content or ""]
+        prompt = conversation(body)
+        texts = [body.prompt or body.content or ""] if prompt is None else prompt.texts  # with tools and calls
         ctx.limit.check_size(texts, MAX_COUNTED_CHARS)
-        whole = await ctx.pool.encode(lambda _: _json(described(body, encoded(body))))
+        whole = await counted(ctx, request, texts, lambda _: _json(described(body, encoded(body, prompt))))
         return Response(whole, media_type="application/json")
 
     @app.post("/detokenize", responses=_ERRORS)
-    async def detokenize(body: DetokenizeBody) -> dict[str, str]:
+    async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, str]:
         """The text of token ids, control tokens included."""
-        text = await ctx.pool.encode(lambda _: decoded(body.tokens))
+        text = await counted(ctx, request, [body.tokens], lambda _: decoded(body.tokens))
         return {"prompt": text, "content": text}
 
     @app.get("/version")

@@ -132,14 +132,17 @@ def test_of_a_long_prediction_only_its_start_is_tokenised(served: Running, monke
 
 
 def test_the_text_of_tools_and_calls_counts_before_it_is_tokenised(served: Running, monkeypatch: pytest.MonkeyPatch):
-    long = "lamp " * 200_000
+    long = "lamp " * 220_000
     tool = {"type": "function", "function": {"name": "f", "description": long}}
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": long}}
     called = [*ASKED["messages"], {"role": "assistant", "tool_calls": [call]}]
     result = {"role": "tool", "tool_call_id": "c", "content": "7"}
     monkeypatch.setattr(served.llm.tokenizer, "apply_chat_template", None)
     for change in ({"tools": [tool]}, {"messages": [*called, result]}):
-        assert "characters" in error(served.post(CHAT, ASKED | change), 400)["message"]
+        for own in ({}, {"forerun": {"session": "long"}}):
+            assert "characters" in error(served.post(CHAT, ASKED | change | own), 400)["message"]
+        counted = {"messages": ASKED["messages"], "tools": [], "model": NAME} | change
+        assert "characters" in error(served.post("/tokenize", counted), 400)["message"]
     refused = error(served.post("/v1/completions", {"model": NAME, "prompt": [5] * 100_000}), 400)
     assert "100000 tokens" in refused["message"]
 

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -213,6 +213,43 @@ def test_work_for_a_client_that_is_gone_ends(served: Running, monkeypatch: pytes
     go_on.set()
     assert served.post(CHAT, ASKED).status_code == 200
     assert len(pieces) == 1
+
+
+def test_texts_that_are_counted_delay_no_answer(served: Running, monkeypatch: pytest.MonkeyPatch):
+    """However many are sent; they are limited for each key, and those whose clients are gone are not tokenised."""
+    encoded, go_on = [], threading.Event()
+    encode = Tokenizer.encode
+
+    def slow(self: Tokenizer, text: str, *args: Any, **more: Any) -> list[int]:
+        if len(text) != 1000:
+            return encode(self, text, *args, **more)
+        encoded.append(text)
+        assert go_on.wait(30)
+        return [5]
+
+    statuses = list[int]()
+
+    def count(patience: float) -> None:
+        with suppress(httpx.ReadTimeout):
+            body = {"prompt": "a" * 1000}
+            statuses.append(httpx.post(served.url + "/tokenize", json=body, timeout=patience).status_code)
+
+    monkeypatch.setattr(preparation, "MAX_COUNTED_AT_ONCE", 8000)
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+    counting = served.app.state.context.pool.counted
+    threads = [threading.Thread(target=count, args=(30 if number < 6 else 4,)) for number in range(8)]
+    try:
+        for number, thread in enumerate(threads):
+            thread.start()
+            wait_for(lambda at_least=number: counting[""] > 1000 * at_least)
+        assert error(served.post("/tokenize", {"prompt": "a" * 1000}), 429)["code"] == "queue_full"
+        assert served.post(CHAT, ASKED).status_code == 200
+        wait_for(lambda: counting[""] == 6000)  # two are gone
+    finally:
+        go_on.set()
+        for thread in threads:
+            thread.join()
+    assert statuses == [200] * 6 and len(encoded) == 6 and counting[""] == 0
 
 
 def test_integers_end(llm: LLM):

@@ -91,6 +91,11 @@ def test_messages_as_clients_send_them_back(served: Running):
     assert content(served, ASKED | {"messages": short}) == content(
         served, ASKED | {"messages": [QUESTION, spoken | more, QUESTION]}
     )
+    parts = [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "refusal", "refusal": "No."}]
+    spoken["content"] = [*parts, {"type": "text", "text": "Nine."}]
+    answer = served.post(CHAT, ASKED | {"messages": [QUESTION, spoken, QUESTION]})
+    assert "x-forerun-ignored" not in answer.headers
+    assert answer.json()["choices"][0]["message"]["content"] == content(served, ASKED | {"messages": short})
     cached = [{"type": "text", "text": QUESTION["content"], "cache_control": {"type": "ephemeral"}}]
     answer = served.post(CHAT, ASKED | {"messages": [{"role": "user", "content": cached}]})
     assert "x-forerun-ignored" not in answer.headers and answer.status_code == 200

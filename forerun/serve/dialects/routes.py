@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from forerun.serve.context import ServerContext, prompt_texts
+from forerun.serve.context import ServerContext
+from forerun.serve.counting import counted
 from forerun.serve.derived import unknown_fields
 from forerun.serve.dialects.base import WireFormat
 from forerun.serve.dialects.messages import CountRequest, MessagesFormat, MessagesRequest
@@ -40,15 +42,22 @@ class ChatEndpoint:
         ctx.limit.check_size([message.text for message in body.messages])
         prompt: Any = body.chat_prompt(self.dialect, whole=session is None)
         if session is not None:
-            prompt = SessionTurn(ctx.sessions, session, key, body.messages, body.session_encoder(self.dialect))
+            encode = body.session_encoder(self.dialect)
+            prompt = SessionTurn(ctx.sessions, session, key, body.messages, encode, texts=prompt.texts)
         return CompletionResponse(ctx, body, [prompt], encoder, key, encoder.tools, warnings, wire)
 
-    async def count(self, body: ChatRequest) -> int:
+    async def count(self, body: ChatRequest, request: Request) -> int:
         """Tokens of a request's prompt; within the limits of requests for answers."""
-        self.ctx.limit.check_size([message.text for message in body.messages])
+        limit, tokenizer = self.ctx.limit, self.ctx.llm.tokenizer
+        limit.check_size([message.text for message in body.messages])
         prompt = body.chat_prompt(self.dialect)
-        await self.ctx.check_lengths(prompt_texts(prompt))
-        return len(await self.ctx.pool.encode(lambda _: prompt.encode(self.ctx.llm.tokenizer)))
+        limit.check_size(prompt.texts)
+
+        def tokens(check_cancelled: Callable[[], None]) -> int:
+            limit.check_tokens(prompt.texts, check_cancelled)
+            return len(prompt.encode(tokenizer))
+
+        return await counted(self.ctx, request, prompt.texts, tokens)
 
 
 def add_chat(app: FastAPI, ctx: ServerContext, errors: dict[int | str, dict[str, Any]]) -> None:
@@ -68,10 +77,10 @@ def add_chat(app: FastAPI, ctx: ServerContext, errors: dict[int | str, dict[str,
         return endpoint.respond(body.to_chat(), request, ignored, wire)
 
     @app.post("/v1/messages/count_tokens", responses=errors)
-    async def count_tokens(body: CountRequest) -> dict[str, int]:
+    async def count_tokens(body: CountRequest, request: Request) -> dict[str, int]:
         """How many tokens a conversation has in Anthropic's form."""
         ctx.check_model(body.model)
-        return {"input_tokens": await endpoint.count(body.chat())}
+        return {"input_tokens": await endpoint.count(body.chat(), request)}
 
 
 def add_responses(app: FastAPI, ctx: ServerContext, errors: dict[int | str, dict[str, Any]]) -> None:
@@ -103,7 +112,7 @@ def add_responses(app: FastAPI, ctx: ServerContext, errors: dict[int | str, dict
     async def input_tokens(body: ResponsesRequest, request: Request) -> dict[str, Any]:
         """How many tokens a conversation has in the form of OpenAI's responses."""
         ctx.check_model(body.model)
-        count = await endpoint.count(body.to_chat(await conversation(body, request)))
+        count = await endpoint.count(body.to_chat(await conversation(body, request)), request)
         return {"object": "response.input_tokens", "input_tokens": count}
 
     @app.get("/v1/responses/{response_id}", responses=errors)
