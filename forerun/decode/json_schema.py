@@ -48,16 +48,14 @@ def parse_schema(source: str) -> Any:
 
 
 def prepared_schema(schema: Any) -> Any:
-    """A copy of a schema, checked, with objects closed, and integers bounded unless a bound of it is beyond that."""
+    """A copy of a schema, checked, with objects closed, and integers bounded where they may not be beyond that."""
     _check_size(schema)
-    far = any(
-        isinstance(value, (int, float)) and abs(value) > MAX_INTEGER
-        for node in subschemas(schema)
-        for value in map(node.get, _BOUNDS)
-    )
     copied = json.loads(json.dumps(schema))
-    for node in () if far else subschemas(copied):
-        _bound(node)
+    far = [node for node in subschemas(copied) if _is_far(node)]
+    # A far bound may be about the integers of another schema, where one value has several: then none is bounded
+    if not far or not (any("integer" not in _kinds(node) for node in far) or any(map(_shares, subschemas(copied)))):
+        for node in subschemas(copied):
+            _bound(node)
     if not any(_composes(node) for node in subschemas(copied)):
         for node in subschemas(copied):
             _close(node)
@@ -108,6 +106,16 @@ def _check_size(schema: Any) -> None:
         )
 
 
+def _is_far(node: dict[str, Any]) -> bool:
+    """Whether it says that an integer may be beyond what is the bound otherwise."""
+    return any(isinstance(value, (int, float)) and abs(value) > MAX_INTEGER for value in map(node.get, _BOUNDS))
+
+
+def _kinds(node: dict[str, Any]) -> list[Any]:
+    kinds = node.get("type")
+    return kinds if isinstance(kinds, list) else [kinds]
+
+
 def _composes(node: dict[str, Any]) -> bool:
     parts = node.get("allOf")
     several = isinstance(parts, list) and len(parts) > 1
@@ -123,12 +131,22 @@ def _close(node: dict[str, Any]) -> None:
         node["additionalProperties"] = False
 
 
+def _shares(node: dict[str, Any]) -> bool:
+    """Whether a value may have another schema, too."""
+    beside = any(name in node for name in _BESIDE) and any(name in node for name in ("type", *_BOUNDS))
+    return beside or any(name in node for name in ("allOf", "patternProperties", *_COMPOSING))
+
+
 def _bound(node: dict[str, Any]) -> None:
-    kinds = node.get("type")
-    kinds = kinds if isinstance(kinds, list) else [kinds]
+    kinds = _kinds(node)
     if "integer" not in kinds or "number" in kinds or any(name in node for name in _FIXED):
         return
-    if "minimum" not in node and "exclusiveMinimum" not in node:
+    lows, highs = ([node[name] for name in names if name in node] for names in (_BOUNDS[::2], _BOUNDS[1::2]))
+    if not lows and not any(_number(high) < -MAX_INTEGER for high in highs):
         node["minimum"] = -MAX_INTEGER
-    if "maximum" not in node and "exclusiveMaximum" not in node:
+    if not highs and not any(_number(low) > MAX_INTEGER for low in lows):
         node["maximum"] = MAX_INTEGER
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, (int, float)) else 0

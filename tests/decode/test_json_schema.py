@@ -17,6 +17,7 @@ from forerun.decode.json_schema import (
 )
 from forerun.errors import BadRequest
 
+LARGE = {"type": "integer", "minimum": 0, "maximum": 10**30}
 BOUNDED = {"type": "integer", "minimum": -MAX_INTEGER, "maximum": MAX_INTEGER}
 
 
@@ -33,6 +34,13 @@ BOUNDED = {"type": "integer", "minimum": -MAX_INTEGER, "maximum": MAX_INTEGER}
         ({"anyOf": [{"type": "integer"}, True]}, {"anyOf": [BOUNDED, True]}),
         ({"$defs": {"a": {"type": "integer"}}}, {"$defs": {"a": BOUNDED}}),
         ({"patternProperties": {"type": {"type": "integer"}}}, {"patternProperties": {"type": BOUNDED}}),
+        # one that may be larger leaves the others bounded
+        ({"prefixItems": [{"type": "integer"}, LARGE]}, {"prefixItems": [BOUNDED, LARGE]}),
+        ({"type": "integer", "maximum": 10**30}, BOUNDED | {"maximum": 10**30}),
+        (
+            {"type": "integer", "exclusiveMinimum": -(10**30)},
+            {"type": "integer", "exclusiveMinimum": -(10**30), "maximum": MAX_INTEGER},
+        ),
     ],
 )
 def test_integers_are_bounded(given: Any, prepared: Any):
@@ -51,6 +59,11 @@ def test_integers_are_bounded(given: Any, prepared: Any):
         {"type": "integer", "minimum": 0, "maximum": 10**30},
         {"type": "integer", "multipleOf": 5},
         {"items": {"type": "integer"}, "minimum": 10**20},  # beyond the bound: the schema wants large numbers
+        {"type": "integer", "minimum": 10**20},
+        {"allOf": [{"type": "integer"}, LARGE]},
+        {"type": "integer", "anyOf": [LARGE, {"type": "integer", "maximum": 5}]},
+        {"$defs": {"a": {"type": "integer"}}, "$ref": "#/$defs/a", "type": "integer", "minimum": 10**20},
+        {"properties": {"a": LARGE}, "patternProperties": {"": {"type": "integer"}}},
     ],
 )
 def test_other_schemas_are_as_they_were(given: Any):
