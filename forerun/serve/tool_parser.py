@@ -72,7 +72,7 @@ class ToolCallParser:
         rest, self._buffer = self._buffer, ""
         if self._state == self._head:
             self._whole(rest, self._marked, end="", drop=cut_off and bool(_CUT_CALL.match(re.sub(r"\s+", "", rest))))
-        elif cut_off and self._state == self._text and rest.strip() and CALL_BEGIN.startswith(rest.strip()):
+        elif cut_off and rest.strip() and any(mark.startswith(rest.strip()) for mark in (CALL_BEGIN, PYTHON_TAG)):
             pass  # a part of the mark
         elif self._state in (self._start, self._text):
             self._emit_content(rest if not self.calls or rest.strip() else "")

@@ -128,6 +128,15 @@ def test_nothing_becomes_markup(visit: Visit):
 def test_long_and_odd_texts_take_no_time(visit: Visit):
     odd = ["*" * 50_000, "[" * 50_000, "`" * 50_001, "_a " * 20_000, ">" * 3000 + "a", "- " * 5000, "**a*" * 10_000]
     odd += ["|" * 20_000 + "\n|-|", "http://" * 10_000, "\\" * 50_000, "  " * 500 + "- a\n" * 2000]
+    spaces, words = " " * 60_000, "a" * 60_000
+    odd += [
+        f"# a{spaces}x",
+        f"# {spaces}#{spaces}x",
+        f"# {'#' * 60_000}x",
+        f"```{spaces}`",
+        f"```{words}`",
+        f"|\n{spaces}x",
+    ]
     took = visit.page.evaluate(
         """async (texts) => {
             const { rendered } = await import("/page/markdown.js");
@@ -140,7 +149,8 @@ def test_long_and_odd_texts_take_no_time(visit: Visit):
         odd,
     )
     assert max(took) < 3000, took
-    texts = visit.page.evaluate(RENDER, ["plain text\nof two lines", "a " * 1000])
+    texts = visit.page.evaluate(RENDER, ["plain text\nof two lines", "a " * 1000, "# C# ##", "# About C#", "# #"])
+    assert [html for html, _, _ in texts[2:]] == ["<h3>C#</h3>", "<h3>About C#</h3>", "<h3></h3>"]
     assert texts[0][1] == "plain text\nof two lines"
 
 

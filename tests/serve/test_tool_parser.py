@@ -110,6 +110,14 @@ def test_where_only_calls_are_an_answer_what_is_cut_off_is_none():
     assert [call.name for call in reader.calls] == ["f"] and not any(piece.content for piece in pieces)
 
 
+@pytest.mark.parametrize("call", [f"<tool_call>\n{F}\n</tool_call>", PYTHON_TAG + F, F])
+def test_of_a_call_that_is_cut_off_nothing_is_content(call: str):
+    for length in range(len(call)):
+        reader = ToolCallParser({"f"})
+        pieces = reader.push(call[:length]) + reader.finish(cut_off=True)
+        assert not "".join(piece.content for piece in pieces).strip(), call[:length]
+
+
 @pytest.fixture(scope="module")
 def compiler(smollm2: Path) -> GrammarCompiler:
     checkpoint = open_checkpoint(smollm2)

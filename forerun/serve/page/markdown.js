@@ -4,12 +4,14 @@
 
 import { element } from "./dom.js";
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
+// Each takes time linear in the line: lookaheads say where a repetition ends, so that none is tried at shorter lengths
+const FENCE = /^ {0,3}(`{3,}(?!`)|~{3,}(?!~))\s*(?!\s)([\w+#.-]*)(?![\w+#.-])[^`]*$/;
+const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
+const CLOSING = /^#+$/; // of a heading, as its last word
 const RULE = /^ {0,3}([-*_])(\s*\1){2,}\s*$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const QUOTE = /^ {0,3}>\s?(.*)$/;
-const DIVIDER = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)+\|?\s*$|^\s*\|\s*:?-+:?\s*\|\s*$/;
+const DIVIDER = /^\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)+\|?$|^\|\s*:?-+:?\s*\|$/; // of a trimmed line
 const INLINE = [
   [/^(`+)([^`]|[^`][\s\S]*?[^`])\1(?!`)/, (found) => element("code", "", found[2].trim() || found[2])],
   [/^\*\*(?=\S)([\s\S]*?\S)\*\*/, (found, depth) => inside("strong", found[1], depth)],
@@ -46,7 +48,7 @@ function block(lines, at, depth) {
   let found;
   if (!line.trim()) return [null, at + 1];
   if ((found = FENCE.exec(line))) return fenced(lines, at, found);
-  if ((found = HEADING.exec(line))) return [inside(`h${Math.min(6, found[1].length + 2)}`, found[2], 0), at + 1];
+  if ((found = HEADING.exec(line))) return [inside(`h${Math.min(6, found[1].length + 2)}`, title(found[2].trim()), 0), at + 1];
   if (RULE.test(line)) return [element("hr"), at + 1];
   if (depth < MAX_DEPTH && QUOTE.test(line)) {
     const end = extent(lines, at, (next) => QUOTE.test(next));
@@ -55,9 +57,15 @@ function block(lines, at, depth) {
     return [quote, end];
   }
   if (depth < MAX_DEPTH && ITEM.test(line)) return list(lines, at, depth);
-  if (line.includes("|") && at + 1 < lines.length && DIVIDER.test(lines[at + 1])) return table(lines, at);
+  if (line.includes("|") && at + 1 < lines.length && DIVIDER.test(lines[at + 1].trim())) return table(lines, at);
   const end = extent(lines, at + 1, (next) => next.trim() && !begins(next)) ;
   return [inside("p", lines.slice(at, end).join("\n"), 0), end];
+}
+
+/** A heading's text without the marks that close it: `C#` keeps its own. */
+function title(text) {
+  const last = text.slice(text.lastIndexOf(" ") + 1);
+  return CLOSING.test(last) ? text.slice(0, text.length - last.length).trimEnd() : text;
 }
 
 function begins(line) {
