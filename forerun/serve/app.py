@@ -16,7 +16,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 import forerun
-from forerun.engine.intake import check_token_ids
 from forerun.errors import ForerunError
 from forerun.llm import LLM
 from forerun.serve.access import AccessMiddleware
@@ -28,7 +27,6 @@ from forerun.serve.dialects.routes import add_chat, add_responses
 from forerun.serve.embeddings import add_embeddings
 from forerun.serve.encoders import CompletionEncoder
 from forerun.serve.errors import ApiError, described_errors, on_api_error, on_http_error, on_invalid
-from forerun.serve.fill import FillPrompt
 from forerun.serve.metrics import Metrics
 from forerun.serve.observer import RequestObserver
 from forerun.serve.page_api import add_page_api, add_page_files
@@ -111,24 +109,11 @@ def _add_completions(app: FastAPI, ctx: ServerContext) -> None:
         session, key, prompts = body.forerun.session_options, request.state.key, body.prompts()
         for prompt in prompts:
             ctx.check_ids(prompt)
-        if body.echo:
-            texts = await ctx.pool.encode(lambda check: [_text(ctx.llm, prompt, check) for prompt in prompts])
-            encoder.echoed, encoder.per_prompt = tuple(texts), body.choices
         if session is not None:
             if len(prompts) > 1:
                 raise ApiError(400, f"a session continues one text, got {len(prompts)} prompts", "send one")
             prompts = [SessionTurn(ctx.sessions, session, key, prompts[0])]
         return CompletionResponse(ctx, body, prompts, encoder, key, warnings=warnings)
-
-
-def _text(llm: LLM, prompt: Any, check_cancelled: Callable[[], None]) -> str:
-    check_cancelled()
-    if isinstance(prompt, FillPrompt):
-        return prompt.prefix
-    if isinstance(prompt, str):
-        return prompt
-    check_token_ids(prompt, llm.config.vocab_size)  # the request is checked later
-    return llm.tokenizer.decode(prompt, skip_special=False)
 
 
 def _add_sessions(app: FastAPI, sessions: ServerSessions) -> None:

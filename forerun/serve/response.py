@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, nullcontext, suppress
 from typing import Any, TypeVar
 
@@ -17,12 +17,15 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from forerun.core import SamplingParams, Usage
+from forerun.engine.intake import check_token_ids
 from forerun.engine.sequence import Client, Event, Request
+from forerun.llm import LLM
 from forerun.serve.config import ApiKey
 from forerun.serve.context import ServerContext, prompt_texts
 from forerun.serve.dialects.base import WireFormat
 from forerun.serve.encoders import ChoiceState, CompletionEncoder, PromptScores, ResponseEncoder
 from forerun.serve.errors import ApiError
+from forerun.serve.fill import FillPrompt
 from forerun.serve.prompt_logprobs import prompt_logprobs
 from forerun.serve.prompt_pins import PinnedPrefix
 from forerun.serve.schema import ChatRequest, CompletionRequest
@@ -113,6 +116,10 @@ class CompletionResponse(Response):
         body = self.request_body
         for prompt in self.prompts:
             await self.ctx.check_lengths(prompt_texts(prompt))
+        if isinstance(self.encoder, CompletionEncoder) and getattr(body, "echo", False):
+            given = [prompt.content if isinstance(prompt, SessionTurn) else prompt for prompt in self.prompts]
+            texts = await self.ctx.pool.encode(lambda check: [_text(self.ctx.llm, each, check) for each in given])
+            self.encoder.echoed, self.encoder.per_prompt = tuple(texts), body.choices
         async with self.turn or nullcontext():
             await self._run_prompts()
             self.session = None if self.turn is None else self.turn.record(self.usage)
@@ -258,6 +265,16 @@ class CompletionResponse(Response):
         head, text = (self.request_id, path, self.status_code), " ".join(f"{name}={fields[name]}" for name in fields)
         names = dict(zip(("request_id", "path", "status"), head, strict=True))
         log.info("%s %s %d %s", *head, text, extra={"fields": names | fields})
+
+
+def _text(llm: LLM, prompt: Any, check_cancelled: Callable[[], None]) -> str:
+    check_cancelled()
+    if isinstance(prompt, FillPrompt):
+        return prompt.prefix
+    if isinstance(prompt, str):
+        return prompt
+    check_token_ids(prompt, llm.config.vocab_size)  # the request is checked later
+    return llm.tokenizer.decode(prompt, skip_special=False)
 
 
 async def _nothing_written(request: Request) -> AsyncIterator[Event]:

@@ -6,6 +6,8 @@ Knows tokenizer and chat template, no engine.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -48,14 +50,26 @@ class DetokenizeBody(LenientModel):
     tokens: Annotated[list[int], Field(max_length=MAX_DETOKENIZED)]
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """A list of what `shown` makes of token ids, as it is written: whole, it would be half a million objects."""
+
+    ids: list[int]
+    shown: Callable[[int], Any]
+
+
 def _json(found: dict[str, Any]) -> bytes:
     """Long lists are written in pieces: a whole one would hold up all other threads."""
     parts = []
     for name, value in found.items():
-        rows = value if isinstance(value, list) else []
-        pieces = [json.dumps(rows[at : at + PIECE_ITEMS])[1:-1] for at in range(0, len(rows), PIECE_ITEMS)]
-        parts.append(f'"{name}":{"[" + ",".join(pieces) + "]" if isinstance(value, list) else json.dumps(value)}')
+        text = json.dumps(value) if not isinstance(value, _Rows) else f"[{','.join(_pieces(value))}]"
+        parts.append(f'"{name}":{text}')
     return ("{" + ",".join(parts) + "}").encode()
+
+
+def _pieces(rows: _Rows) -> Iterator[str]:
+    for at in range(0, len(rows.ids), PIECE_ITEMS):
+        yield json.dumps([rows.shown(token) for token in rows.ids[at : at + PIECE_ITEMS]])[1:-1]
 
 
 def add_text_api(app: FastAPI, ctx: ServerContext, dialect: ToolDialect) -> None:
@@ -73,12 +87,13 @@ def add_text_api(app: FastAPI, ctx: ServerContext, dialect: ToolDialect) -> None
         return tokenizer.encode(text or "", add_special=body.add_special_tokens)
 
     def described(body: TokenizeBody, ids: list[int]) -> dict[str, Any]:
-        tokens: list[Any] = list(ids)
-        if body.with_pieces:
-            tokens = [{"id": i, "piece": tokenizer.token_bytes(i).decode("utf-8", "replace")} for i in ids]
-        found = {"count": len(ids), "max_model_len": ctx.max_context, "tokens": tokens}
+        def piece(token: int) -> dict[str, Any]:
+            return {"id": token, "piece": tokenizer.token_bytes(token).decode("utf-8", "replace")}
+
+        rows = _Rows(ids, piece if body.with_pieces else int)
+        found = {"count": len(ids), "max_model_len": ctx.max_context, "tokens": rows}
         if body.return_token_strs:
-            found["token_strs"] = [tokenizer.backend.id_to_token(i) for i in ids]
+            found["token_strs"] = _Rows(ids, tokenizer.backend.id_to_token)
         return found
 
     def decoded(tokens: list[int]) -> str:

@@ -117,6 +117,12 @@ def test_token_ids_beyond_the_context_are_not_echoed(served: Running, monkeypatc
     assert "100000 tokens" in error(served.post("/v1/completions", body), 400)["message"]
 
 
+def test_prompts_that_are_not_admitted_are_not_decoded(served: Running, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(served.llm.tokenizer, "decode", None)
+    body = {"model": NAME, "prompt": [[5]] * 1000, "echo": True}
+    assert "1000 answers" in error(served.post("/v1/completions", body), 400)["message"]
+
+
 def test_of_a_long_prediction_only_its_start_is_tokenised(served: Running, monkeypatch: pytest.MonkeyPatch):
     encode, seen = served.llm.tokenizer.encode, list[int]()
 
