@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +107,35 @@ def test_presence_and_frequency_penalties_cover_the_answer_only():
 
 def test_logit_bias_moves_a_token():
     assert choose(LOGITS, [row(SamplingParams(logit_bias={4: 50.0}))]) == [4]
+
+
+class Read(list[int]):
+    """Tokens, and how often they were read from the first on."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.times += 1
+        return super().__iter__()
+
+
+def test_rows_of_a_draft_share_the_work_of_their_sequence(monkeypatch: pytest.MonkeyPatch):
+    """64 rows, thousands of biases and tokens: done for every row, one such request holds up all others."""
+    tokens, made = Read([0, 3]), 0
+    context = Context(SamplingParams(logit_bias=dict.fromkeys(range(5), 1.0), repetition_penalty=2.0), tokens, 1, 1)
+    alone = [shape(LOGITS, [Row(context, path)])[0].tolist() for path in ((), (1,))]
+    tensor = torch.tensor
+
+    def counted(values: object, **options: Any) -> torch.Tensor:
+        nonlocal made
+        made += isinstance(values, list) and len(values) == 5
+        return tensor(values, **options)
+
+    monkeypatch.setattr(torch, "tensor", counted)
+    tokens.times = 0
+    together = shape(LOGITS.repeat(64, 1), [Row(context, (1,) if i else ()) for i in range(64)])
+    assert together[0].tolist() == alone[0] and all(row.tolist() == alone[1] for row in together[1:])
+    assert tokens.times == 1 and made == 0
 
 
 def test_a_constraint_leaves_only_what_it_allows():

@@ -43,7 +43,7 @@ def test_while_sampling(make: Callable[[], Engine]):
         engine = make()
         params = replace(PLAIN, logit_bias={3: 1.0}, speculation=Speculation(drafter))
         bad, good = Answer(engine, prompt(0, 20), params), Answer(engine, prompt(1, 20), PLAIN)
-        engine.step()
+        engine.process_inbox()
         params.logit_bias["no token"] = 1.0  # type: ignore[index]
         check(engine, bad, good, expected)
         assert "TypeError" in str(bad.last.error) and isinstance(bad.last.error.__cause__, TypeError)
