@@ -97,7 +97,7 @@ def opened(given: argparse.Namespace, prometheus: str, folder: Path) -> list[str
     """What is wrong in the Grafana that was named."""
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     if given.grafana_home:
-        with grafana.started(given.grafana_home.resolve(), folder, prometheus, DASHBOARD) as url:
+        with grafana.started(given.grafana_home.resolve(), folder, prometheus, dashboard) as url:
             return grafana.open_in_browser(url, dashboard, given.picture)
     wrong = grafana.import_into(given.grafana, prometheus, dashboard)
     return wrong + grafana.open_in_browser(given.grafana, dashboard, given.picture)

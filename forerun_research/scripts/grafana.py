@@ -2,7 +2,8 @@
 """A dashboard in a real Grafana: started from its folder or given by its URL, and opened in a real browser; and the
 dashboard's JSON against the types that Grafana publishes.
 
-`check_dashboard` calls it. Selectors are those of `@grafana/e2e-selectors` (10.2 and later).
+`check_dashboard` calls it. Selectors are those of `@grafana/e2e-selectors` (10.2 and later, and 7.5). A Grafana before
+8.3 has data sources by name: it gets the dashboard so.
 """
 
 from __future__ import annotations
@@ -40,13 +41,26 @@ def data_source(prometheus: str) -> dict[str, Any]:
     return {"name": SOURCE, "type": "prometheus", "access": "proxy", "url": prometheus, "isDefault": True}
 
 
-def provision(folder: Path, prometheus: str, dashboard: Path) -> None:
+def by_name(dashboard: Any) -> Any:
+    """A dashboard as a Grafana before 8.3 reads it: data sources by name, and queries of variables as texts."""
+    if isinstance(dashboard, list):
+        return [by_name(part) for part in dashboard]
+    if not isinstance(dashboard, dict):
+        return dashboard
+    names = {"datasource": "uid", "query": "query"}
+    return {
+        key: value[names[key]] if key in names and isinstance(value, dict) else by_name(value)
+        for key, value in dashboard.items()
+    }
+
+
+def provision(folder: Path, prometheus: str, dashboard: dict[str, Any]) -> None:
     """The files from which a Grafana that starts makes the data source and the dashboard; JSON is YAML."""
     boards = folder / "boards"
     for name in ("datasources", "dashboards"):
         (folder / "provisioning" / name).mkdir(parents=True)
     boards.mkdir()
-    (boards / dashboard.name).write_bytes(dashboard.read_bytes())
+    (boards / "grafana.json").write_text(json.dumps(dashboard))
     sources = {"apiVersion": 1, "datasources": [data_source(prometheus)]}
     (folder / "provisioning/datasources/prometheus.yaml").write_text(json.dumps(sources))
     providers = [{"name": "forerun", "type": "file", "options": {"path": str(boards)}}]
@@ -55,18 +69,22 @@ def provision(folder: Path, prometheus: str, dashboard: Path) -> None:
 
 
 @contextmanager
-def started(home: Path, folder: Path, prometheus: str, dashboard: Path) -> Iterator[str]:
-    """A Grafana of an unpacked release (`home/bin/grafana`), without accounts and without a word to other hosts."""
-    provision(folder, prometheus, dashboard)
+def started(home: Path, folder: Path, prometheus: str, dashboard: dict[str, Any]) -> Iterator[str]:
+    """A Grafana of an unpacked release (`bin/grafana`, in old ones `bin/grafana-server`), without accounts and without
+    a word to other hosts."""
+    new = (home / "bin/grafana").exists()
+    command = [str(home / "bin/grafana"), "server"] if new else [str(home / "bin/grafana-server")]
+    provision(folder, prometheus, dashboard if new else by_name(dashboard))
     port = free_port()
     settings = {
         "PATHS_DATA": f"{folder}/data", "PATHS_LOGS": f"{folder}/logs", "PATHS_PROVISIONING": f"{folder}/provisioning",
         "SERVER_HTTP_ADDR": "127.0.0.1", "SERVER_HTTP_PORT": str(port), "LOG_LEVEL": "error",
         "AUTH_ANONYMOUS_ENABLED": "true", "AUTH_ANONYMOUS_ORG_ROLE": "Admin", "PLUGINS_PREINSTALL_DISABLED": "true",
         "ANALYTICS_REPORTING_ENABLED": "false", "ANALYTICS_CHECK_FOR_UPDATES": "false",
+        "SECURITY_DISABLE_GRAVATAR": "true",
     }  # fmt: skip
     environment = os.environ | {f"GF_{name}": value for name, value in settings.items()}
-    process = subprocess.Popen([str(home / "bin/grafana"), "server", "--homepath", str(home)], env=environment)
+    process = subprocess.Popen([*command, "--homepath", str(home)], env=environment)
     url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_S
     try:
         while not answers(f"{url}/api/health"):
@@ -120,15 +138,21 @@ def wrong_panels(page: Any, dashboard: dict[str, Any], limit_s: float) -> list[s
     """Panels that did not appear within the limit, that have an error, or that the browser has no plugin for."""
     titles = [panel["title"] for panel in dashboard["panels"] if panel["type"] != "row"]
     end, missing = time.monotonic() + limit_s, titles
+
+    def panel(title: str) -> Any:
+        old = page.get_by_label(f"Panel container title {title}", exact=True)
+        return page.get_by_test_id(f"data-testid Panel header {title}").or_(old)
+
     while missing and time.monotonic() < end:
         page.wait_for_timeout(250)
-        missing = [title for title in titles if not page.get_by_test_id(f"data-testid Panel header {title}").count()]
+        missing = [title for title in titles if not panel(title).count()]
     wrong = [f"no panel: {title}" for title in missing]
     for title in titles:
-        panel = page.get_by_test_id(f"data-testid Panel header {title}")
-        if panel.get_by_test_id("data-testid Panel status error").count():
+        shown = panel(title)
+        error = shown.get_by_test_id("data-testid Panel status error").or_(shown.get_by_label("Panel header error"))
+        if error.count():
             wrong.append(f"error in: {title}")
-        if panel.get_by_text("Panel plugin not found").count():
+        if shown.get_by_text("Panel plugin not found").count():
             wrong.append(f"no plugin for: {title}")
     return wrong
 

@@ -31,6 +31,10 @@ def test_panels_that_are_missing_or_have_errors(browser: Browser):
     page = browser.new_page()
     page.set_content("".join(map(panel, titles)))
     assert grafana.wrong_panels(page, shown, 0.5) == []
+    old = [f'<div aria-label="Panel container title {html.escape(title)}"><p></p></div>' for title in titles]
+    old[0] = old[0].replace("<p>", '<p aria-label="Panel header error">')
+    page.set_content("".join(old))
+    assert grafana.wrong_panels(page, shown, 0.5) == [f"error in: {titles[0]}"]
     failed = panel(titles[1], '<button data-testid="data-testid Panel status error"></button>')
     unknown = panel(titles[2], "<p>Panel plugin not found: graph</p>")
     page.set_content("".join([failed, unknown, *map(panel, titles[3:])]))
@@ -40,11 +44,19 @@ def test_panels_that_are_missing_or_have_errors(browser: Browser):
 
 
 def test_provisioning_has_the_data_source_and_the_dashboard(tmp_path: Path):
-    grafana.provision(tmp_path, PROMETHEUS, DASHBOARD)
+    grafana.provision(tmp_path, PROMETHEUS, board())
     source = json.loads((tmp_path / "provisioning/datasources/prometheus.yaml").read_text())["datasources"][0]
     assert source["type"] == "prometheus" and source["url"] == PROMETHEUS
     provider = json.loads((tmp_path / "provisioning/dashboards/forerun.yaml").read_text())["providers"][0]
     assert json.loads(Path(provider["options"]["path"], "grafana.json").read_text(encoding="utf-8")) == board()
+
+
+def test_an_old_grafana_gets_data_sources_by_name():
+    old = grafana.by_name(board())
+    assert [panel["title"] for panel in old["panels"]] == [panel["title"] for panel in board()["panels"]]
+    panels = [panel for panel in old["panels"] if panel["type"] != "row"]
+    assert all(each["datasource"] == "${datasource}" for panel in panels for each in (panel, *panel["targets"]))
+    assert all(isinstance(variable["query"], str) for variable in old["templating"]["list"])
 
 
 @pytest.mark.parametrize("lost", [0, 1])
