@@ -89,6 +89,24 @@ def test_a_request_as_a_command_and_as_a_program(visit: Visit, monkeypatch: pyte
     assert printed.getvalue() == visit.answer
 
 
+def test_a_long_request_is_a_command_too(visit: Visit):
+    """Linux takes no argument of 128 KiB or more."""
+    command = visit.page.evaluate(
+        """async () => {
+            const { reproduceNode } = await import("/page/reproduce.js");
+            const messages = [{ role: "user", content: "Who's `there` $HOME?\\n".repeat(10_000) }];
+            const node = reproduceNode({ model: "tiny", messages, forerun: {} });
+            document.body.append(node);
+            const opened = new Promise((done) => node.addEventListener("toggle", done));
+            node.open = true;
+            await opened;
+            return node.querySelector(".curl").textContent;
+        }"""
+    )
+    found = subprocess.run(["sh"], input=command, capture_output=True, text=True, timeout=60)
+    assert json.loads(found.stdout)["error"]["code"] == "context_length_exceeded", found.stderr
+
+
 def test_a_file_that_can_never_fit_is_refused_at_once(visit: Visit):
     expect(visit.page.locator("#about")).to_contain_text("tiny")
     visit.attach("lamp and ship\n" * 360_000, "huge.txt")  # 5 MB

@@ -3,6 +3,8 @@
 import { hasKey } from "./server.js";
 import { element } from "./dom.js";
 
+const MAX_ARGUMENT_CHARS = 20_000; // of four bytes at most, quoted or not: Linux takes 131,071 bytes in an argument
+
 /** Folded until it is opened: the request may hold a document. */
 export function reproduceNode(body) {
   const node = element("details", "reproduce");
@@ -31,9 +33,11 @@ function plainBody({ forerun, ...body }) {
 }
 
 function curl(body) {
-  const quoted = JSON.stringify(plainBody(body)).replaceAll("'", "'\\''");
+  const text = JSON.stringify(plainBody(body)); // of one line
   const key = hasKey() ? ' -H "authorization: Bearer $FORERUN_API_KEY"' : "";
-  return `curl -sN ${location.origin}/v1/chat/completions -H 'content-type: application/json'${key} -d '${quoted}'\n`;
+  const head = `curl -sN ${location.origin}/v1/chat/completions -H 'content-type: application/json'${key}`;
+  if (text.length > MAX_ARGUMENT_CHARS) return `${head} --data-binary @- <<'END'\n${text}\nEND\n`;
+  return `${head} -d '${text.replaceAll("'", "'\\''")}'\n`;
 }
 
 function python(body) {
