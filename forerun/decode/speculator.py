@@ -45,8 +45,6 @@ MIN_WAIT_S = 20e-6  # for a step in flight: the host that waits less was late, a
 # and planning takes the host 0.2 ms beside an H200's step of 4
 PLAN_STEPS = 4
 MAX_PAUSE_STEPS = 31  # of a batch in which no draft paid: asking took 3 to 6% of steps of 4 to 16 (docs/log.md)
-# Tokens a second of free drafts over those of steps on the device, from which the host takes over (docs/log.md)
-FREE_MARGIN = 1.6
 
 
 class Speculator:
@@ -166,7 +164,8 @@ class Speculator:
         self._left = False
         self._merge(with_room)
         spent_s = time.perf_counter() - start
-        if len(with_room) == len(tasks) and (plan := self.plan_on_device(tasks, spent_s)):
+        unasked = [task for task in with_room if task not in fresh and not len(task.draft)]
+        if len(with_room) == len(tasks) and (plan := self.plan_on_device(tasks, spent_s, unasked)):
             for task in tasks:
                 task.draft = Draft()
             return plan
@@ -181,17 +180,22 @@ class Speculator:
             task.spec_state.usage.draft_s += seconds
         return None
 
-    def plan_on_device(self, tasks: list[DraftTask], spent_s: float) -> PaidPlan | None:
-        """The plan of steps that draft without the host, where these can, that beats plain decoding, and that the
-        drafts which the tasks have do not beat by FREE_MARGIN."""
+    def plan_on_device(
+        self, tasks: list[DraftTask], spent_s: float, unasked: list[DraftTask] | None = None
+    ) -> PaidPlan | None:
+        """The plan of steps that draft without the host, where these can, that beats plain decoding and the drafts that
+        the tasks have. Before the draft model reads, which takes longer than free drafters do, those that are `unasked`
+        since their last drafts were wrong are asked."""
         if not on_device_rows(tasks):
             return None
         context, ((drafter, own),) = mean_context(tasks), self._by_drafter(tasks, free=False)
         plan = self._plan(drafter, own, context, 0.0)
         if plan is None or len(own) < len(tasks) or not all(plan.rounds):
             return None
-        free_rate = self.controller.free_rate(drafted_batch(tasks, context, spent_s))
-        return plan if free_rate <= FREE_MARGIN * plan.rate else None
+        if unasked and any(plan.start_s):
+            self._run_free(unasked)
+            self._merge(unasked)
+        return None if self.controller.free_is_better(drafted_batch(tasks, context, spent_s), plan) else plan
 
     def _take_beside(self, task: DraftTask) -> bool:
         """What free drafters drafted beside the step whose token has just come, as far as that token agrees: they need
@@ -428,12 +432,15 @@ class Speculator:
         next ones are followed from then on, as tokens that several predicted are one outcome."""
         if not state.followed and state.beside and state.beside_at + new == len(state.context.tokens):
             state.followed, state.followed_from = state.beside, len(state.context.tokens) - new
+            state.stats.gain.follow()
         if not state.followed:
             return
         came = state.context.tokens[state.followed_from :]
-        if all(tree.accepted_length(draft, came) < len(came) for draft in state.followed):
-            for draft in state.followed:
-                self.controller.record_draft(state.stats, draft, came, tree.accepted_length(draft, came))
+        right = [tree.accepted_length(draft, came) for draft in state.followed]
+        if max(right) < len(came):
+            for draft, accepted in zip(state.followed, right, strict=True):
+                self.controller.record_draft(state.stats, draft, came, accepted)
+            self.controller.record_followed(state.stats, max(right))
             state.followed = []
 
     def finish(self, spec_state: SpeculationState) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import sqrt
+from math import exp, log, sqrt
 from typing import Any
 
 from forerun.core import ROOT, Draft
@@ -42,12 +42,13 @@ SHAPE_OBSERVATIONS = 32.0  # of a depth, before acceptance there is taken to dif
 FREE_PRIOR_TOKENS, FREE_PRIOR_RUNS = 0.5, 6.0
 # The same of a model elsewhere, less what verifying them takes
 ELSEWHERE_PRIOR_TOKENS, ELSEWHERE_PRIOR_REST = {"code": 0.8, "numbers": 0.5}, 0.3
-# Of an answer's length: programs are rarely short, calculations sometimes, answers in prose often
-PRIOR_ANSWER_TOKENS, PRIOR_ANSWER_DEVIATION = 128.0, {"code": 24.0, "numbers": 64.0}
-PRIOR_DEVIATION_ELSEWHERE = 110.0
+# Of an answer's length, which differs by factors: programs are rarely short, calculations sometimes, answers in prose
+# often. Its median, and the factor by which a standard deviation is above or below
+PRIOR_ANSWER_TOKENS, PRIOR_ANSWER_FACTOR = 128.0, {"code": 1.25, "numbers": 2.0}
+PRIOR_FACTOR_ELSEWHERE = 6.0
 PRIOR_ANSWERS = 2.0  # that these count for
 LENGTH_DECAY = 0.95  # per answer
-RECENT_DECAY = 0.9  # per step, of the rate that a drafter which has to read first must beat
+RECENT_DECAY = 0.9  # per step, of what free drafts gave a request of late
 
 _EDGES = (0, 2, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)  # percent: fine where probabilities are near one
 _BIN = [sum(percent >= edge for edge in _EDGES) - 1 for percent in range(101)]
@@ -301,7 +302,7 @@ class RequestStats:
     explored_free_s: float = 0.0  # lost at most by exploring drafters that run no model,
     explored_paid_s: float = 0.0  # and those that do
     recent_tokens: float = 0.0  # of the last few steps without a paid drafter,
-    recent_s: float = 0.0  # and what these took
+    recent_steps: float = 0.0  # and their number
     gain: Gain = field(default_factory=Gain)  # of its steps with free drafts
     paid_steps: int = 0  # with a paid drafter whose costs were known,
     paid_tokens: float = 0.0  # tokens of these,
@@ -315,9 +316,17 @@ class RequestStats:
         self.plain_s += plain_s
         self.taken_s += taken_s
         self.elapsed_s += min(wall_s, plain_s)
-        if wall_s:
-            self.recent_tokens = self.recent_tokens * RECENT_DECAY + 1
-            self.recent_s = self.recent_s * RECENT_DECAY + wall_s
+        self.count_unpaid(1)
+
+    def count_unpaid(self, tokens: int) -> None:
+        """Of a step without a paid drafter."""
+        self.recent_tokens = self.recent_tokens * RECENT_DECAY + tokens
+        self.recent_steps = self.recent_steps * RECENT_DECAY + 1
+
+    @property
+    def share_not_free(self) -> float:
+        """Of its recent tokens, those that no free draft gave: a paid drafter can only save steps for these."""
+        return self.recent_steps / self.recent_tokens if self.recent_tokens else 1.0
 
     def count_paid(self, tokens: int, expected: float) -> None:
         """Of a step with a paid drafter."""
@@ -331,22 +340,24 @@ class Acceptance:
     def __init__(self) -> None:
         self.records: defaultdict[str, DrafterRecord] = defaultdict(DrafterRecord)  # by drafter
         self.gains, self.paid_gains = Gains(), Gains()  # of steps with free drafts, and with a paid drafter
-        self.lengths: dict[str, list[float]] = {}  # kind -> answers that ended, their tokens, and those squared
+        self.lengths: dict[str, list[float]] = {}  # kind -> answers that ended, logarithms of their tokens, and those squared
 
     def expected_remaining(self, stats: RequestStats) -> int:
         """Tokens that an answer goes on for at least: as long as others of its kind, less a standard deviation, or as
-        long again as it has lasted. Lengths vary far more than acceptance, and a start that is not won back is lost."""
-        more = max(self.min_length(stats.kind, 1.0) - stats.tokens, stats.tokens)
+        long again as it has lasted. Lengths vary far more than acceptance, and a start that is not won back is lost.
+        Where they vary widely, an answer that has begun is hardly nearer its end for it."""
+        least, usual = self.min_length(stats.kind, 1.0), self.min_length(stats.kind, 0.0)
+        more = max(least - stats.tokens * least / usual, stats.tokens)
         return max(0, min(stats.max_tokens - stats.tokens, int(more)))
 
     def min_length(self, kind: str, deviations: float) -> float:
-        """Tokens of answers of this kind: the mean, less so many standard deviations."""
-        answers, tokens, squares = self.lengths.get(kind, (0.0, 0.0, 0.0))
+        """Tokens of answers of this kind: the median, less so many standard deviations of its logarithm."""
+        answers, logs, squares = self.lengths.get(kind, (0.0, 0.0, 0.0))
         answers += PRIOR_ANSWERS
-        mean = (tokens + PRIOR_ANSWERS * PRIOR_ANSWER_TOKENS) / answers
-        deviation = PRIOR_ANSWER_DEVIATION.get(kind, PRIOR_DEVIATION_ELSEWHERE)
-        square = (squares + PRIOR_ANSWERS * (PRIOR_ANSWER_TOKENS**2 + deviation**2)) / answers
-        return mean - deviations * sqrt(max(0.0, square - mean * mean))
+        prior, deviation = log(PRIOR_ANSWER_TOKENS), log(PRIOR_ANSWER_FACTOR.get(kind, PRIOR_FACTOR_ELSEWHERE))
+        mean = (logs + PRIOR_ANSWERS * prior) / answers
+        square = (squares + PRIOR_ANSWERS * (prior**2 + deviation**2)) / answers
+        return exp(mean - deviations * sqrt(max(0.0, square - mean * mean)))
 
     def paid_ratio(self, stats: list[RequestStats]) -> float:
         """Tokens a second that steps with a paid drafter gave, over what was planned, at most 1: for one sequence,
@@ -361,11 +372,12 @@ class Acceptance:
             self.paid_gains.add(stats.kind, stats.paid_tokens, stats.paid_expected, stats.paid_steps)
 
     def record_length(self, stats: RequestStats) -> None:
-        if self.min_length(stats.kind, 0.0) > stats.tokens >= stats.max_tokens:
-            return  # its limit cut it off: how long it would have been is not known
-        known = self.lengths.setdefault(stats.kind, [0.0, 0.0, 0.0])
-        for i, value in enumerate((1.0, stats.tokens, stats.tokens**2)):
-            known[i] = known[i] * LENGTH_DECAY + value
+        known, usual = self.lengths.setdefault(stats.kind, [0.0, 0.0, 0.0]), self.min_length(stats.kind, 0.0)
+        tokens, weight = float(stats.tokens), 1.0
+        if usual > tokens >= stats.max_tokens:  # its limit cut it off: as far as it went, it was not shorter than usual.
+            tokens, weight = usual, tokens / usual  # Left out, short answers alone would count where limits are low
+        for i, value in enumerate((1.0, log(tokens), log(tokens) ** 2)):
+            known[i] = known[i] * LENGTH_DECAY + weight * value
 
     def calibrate(self, stats: RequestStats, draft: Draft, doubt: float = 0.0) -> list[float]:
         """The probability of each node to be accepted once its parent is, by the outcome of similar nodes before, less

@@ -27,7 +27,6 @@ from forerun.decode.control import selection, slack
 from forerun.decode.control.acceptance import (
     DOUBT,
     MAX_KIND_OBSERVATIONS,
-    RECENT_DECAY,
     Acceptance,
     DrafterRecord,
     RequestStats,
@@ -39,17 +38,12 @@ from forerun.decode.control.depth import DepthPlan, Depths, StepPlan, min_path_p
 from forerun.decode.control.host import HostTime
 from forerun.decode.control.on_device import OnDevice
 from forerun.decode.control.selection import StepCosts
-from forerun.decode.control.start import EXPLORE_PAID_SHARE, START_DEVIATIONS, early_tokens, late_tokens
+from forerun.decode.control.start import EXPLORE_PAID_SHARE, FIRST_TOKENS, to_win_s, too_early
 from forerun.decode.control.waiting import Turn, Waiting
 
 __all__ = ["Controller", "DraftedBatch", "PaidPlan", "RequestStats"]
 
 EXPLORE_FREE_SHARE = 0.0025  # of a request's time; apart from EXPLORE_PAID_SHARE, or cheap drafters would use it up
-# Of an answer, in which nothing is explored and no draft model starts to read for long: many answers have few more, and
-# free drafters show what they can do
-FIRST_TOKENS = 8
-# The same for a draft model that has paid for this kind of prompt: edits copy from their third or fourth token on
-FIRST_TOKENS_KNOWN = 4
 # Before a paid drafter that does not pay is planned for again, and the same as a share of the answer so far: planning
 # takes host time too
 PAID_PAUSE_TOKENS, PAID_PAUSE_SHARE = 8, 0.25
@@ -275,8 +269,7 @@ class Controller(Waiting, OnDevice):
         stats.taken_s += taken_s
         stats.elapsed_s += min(wall_s, plain_s)
         if not paid:
-            stats.recent_tokens = stats.recent_tokens * RECENT_DECAY + tokens
-            stats.recent_s = stats.recent_s * RECENT_DECAY + wall_s
+            stats.count_unpaid(tokens)
 
     # -- how often drafted tokens are accepted -------------------------------------------------------------------------
 
@@ -351,16 +344,12 @@ class Controller(Waiting, OnDevice):
         block = curve.tokens_per_round
         deepest = block if block > 1 else MAX_ROUNDS if sequences <= 8 else 8 if sequences <= 32 else 4
         reach = [free.reach(draft, i) for i, draft in enumerate(drafts)]
-        remaining = [self.acceptance.expected_remaining(s) for s in stats]
+        remaining = [self.acceptance.expected_remaining(s) * s.share_not_free for s in stats]
         waiting, plain_s = False, self._plain_s(sequences, context)
         for i, s in enumerate(stats):
-            paid, of_kind = record.has_paid(s.kind), self.acceptance.min_length(s.kind, START_DEVIATIONS)
-            early = s.tokens < (FIRST_TOKENS_KNOWN if paid else FIRST_TOKENS)
-            lengths = min(s.max_tokens, of_kind), remaining[i]
-            tokens = early_tokens(remaining[i], paid, batch) if early else late_tokens(*lengths, batch)
-            if not s.named and start_s[i] > tokens * plain_s:
+            if start_s[i] and too_early(s, record, start_s[i] / plain_s):
                 remaining[i], waiting = 0, True
-        recent = [s.recent_tokens / s.recent_s if s.recent_s else 0.0 for s in stats]
+        saved_s = to_win_s(stats, start_s)
         known = MAX_KIND_OBSERVATIONS if sequences > 1 else START_OUTCOMES if start_s[0] else ALONE_OUTCOMES
 
         def ahead(doubt: float) -> list[list[float]]:
@@ -369,7 +358,7 @@ class Controller(Waiting, OnDevice):
             return [record.by_depth(s.kind, s.own[drafter], deepest, d, block > 1, known) for s, d in pairs]
 
         def best(probs: list[list[float]]) -> Depths:
-            return plan.best(probs, reach, limits, start_s, remaining, recent)
+            return plan.best(probs, reach, limits, saved_s, remaining)
 
         low = ahead(DOUBT)
         sure = best(low)

@@ -27,7 +27,7 @@ from forerun.models.fetch.store import home, write_whole
 MAX_AGE_S = 24 * 3600.0  # since curves were timed
 MIN_OBSERVATIONS = 64  # steps of a process that count against what was timed
 MAX_DRIFT = 0.4  # log of the factor between timed and observed seconds: 1.5
-LEARNT_VERSION = 5  # of the records of acceptance: others are not read
+LEARNT_VERSION = 6  # of the records of acceptance: others are not read
 MAX_KINDS = 16  # of prompts, in a file
 
 

@@ -13,7 +13,6 @@ from forerun.decode.control.selection import Selection
 
 UNREAD_TOKENS = 2  # of a sequence that run along in a round of several tokens, where its drafts are not known yet
 DRAFTED_ROWS_SHARE = 0.65  # of a sequence's rows in a launch of a draft model; the others are what was accepted before
-START_MARGIN = 1.5  # what steps on a device save, in times of what the draft model has to read for them
 MIN_PATH_PROB = 0.02  # deeper nodes of a path below this are not planned for: they cost more than they can gain
 
 
@@ -58,20 +57,17 @@ class DepthPlan:
         reach: list[list[float]],
         limits: list[int],
         start_s: list[float],
-        remaining: list[int],
-        recent: list[float],
+        remaining: list[float],
     ) -> Depths:
         """By sequence: acceptance by depth, the probability by depth that a free draft reaches it, most rounds, what
-        the drafter needs before its first round, the tokens by which that must have paid, and its recent tokens per
-        second without the drafter, which a start has to beat: one step without a free draft shows little."""
+        the drafter has to save for what it reads before its first round, and the tokens by which that must be."""
         rows = list(range(self.sequences))
         while rows:
             found = self._best_of(rows, ahead, reach, limits)
             share = self.sequences / max(1, len(found.rounds))  # of what the batch saves, for each drafted sequence
             paying = []
             for i in found.rounds:
-                rate = max(self.rate, recent[i] * self.sequences) if start_s[i] else self.rate
-                if remaining[i] * (1.0 / rate - 1.0 / found.rate) * share >= start_s[i]:
+                if remaining[i] * (1.0 / self.rate - 1.0 / found.rate) * share >= start_s[i]:
                     paying.append(i)
             if len(paying) == len(found.rounds):
                 return found
@@ -146,8 +142,7 @@ class StepPlan(DepthPlan):
         reach: list[list[float]],
         limits: list[int],
         start_s: list[float],
-        remaining: list[int],
-        recent: list[float],
+        remaining: list[float],
     ) -> Depths:
         rows = list(range(self.sequences))
         gains, depths = dict.fromkeys(rows, 0.0), dict.fromkeys(rows, 0)
@@ -156,9 +151,8 @@ class StepPlan(DepthPlan):
         if any(read_s and not left for read_s, left in zip(start_s, remaining, strict=True)):
             return Depths({}, self.rate, 1.0, {})  # it is too early to read for one of them, and all draft together
         rate, plain_s = (self.tokens + sum(gains.values())) / self.step_s, self.sequences / self.rate
-        started = [max(self.rate, recent[i] * self.sequences) if start_s[i] else self.rate for i in rows]
-        saved_s = sum(n * (1.0 / before - 1.0 / rate) for n, before in zip(remaining, started, strict=True))
-        if rate <= self.rate or saved_s < START_MARGIN * sum(start_s) or not all(depths.values()):
+        saved_s = sum(remaining) * (1.0 / self.rate - 1.0 / rate)
+        if rate <= self.rate or saved_s < sum(start_s) or not all(depths.values()):
             return Depths({}, self.rate, 1.0, {})
         return Depths(depths, rate, self.step_s / plain_s, gains)
 

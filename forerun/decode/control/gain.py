@@ -37,11 +37,17 @@ class Gain:
 
     left: float = 0.0  # tokens expected of the step after the one in flight, which is not launched for it
     open: float = 0.0  # tokens expected of the step that runs
+    beside: float = 0.0  # of drafts that would be verified if all that was expected of such ones came,
+    followed: float = 0.0  # and of those of them that are compared with the tokens that come
     total: list[float] = field(default_factory=lambda: [0.0, 0.0])  # gained, expected
 
     def begin_left(self) -> None:
         """The step that was not launched ahead begins."""
         self.open, self.left = self.left, 0.0
+
+    def follow(self) -> None:
+        """The drafts made last are compared with the tokens that come from now on."""
+        self.followed, self.beside = self.beside, 0.0
 
 
 class Gains:
@@ -68,11 +74,19 @@ class Gains:
 
     def record(self, kind: str, own: Gain, tokens: int) -> None:
         """Tokens that the step which ran gained over a plain one."""
-        if not own.open:
-            return
-        gained, expected = min(tokens, MAX_TOKENS), min(own.open, MAX_TOKENS)
+        if own.open:
+            self._count(kind, own, tokens, own.open)
+            own.open = 0.0
+
+    def record_followed(self, kind: str, own: Gain, tokens: int) -> None:
+        """Tokens that drafts which were not verified had right."""
+        if own.followed:
+            self._count(kind, own, tokens, own.followed)
+            own.followed = 0.0
+
+    def _count(self, kind: str, own: Gain, tokens: int, hoped: float) -> None:
+        gained, expected = min(tokens, MAX_TOKENS), min(hoped, MAX_TOKENS)
         own.total = [count * REQUEST_DECAY + more for count, more in zip(own.total, (gained, expected), strict=True)]
-        own.open = 0.0
         self.add(kind, gained, expected)
 
     def add(self, kind: str, gained: float, expected: float, steps: int = 1) -> None:

@@ -43,10 +43,25 @@ class OnDevice:
         forwards_s = self.drafters[drafter].seconds(count, sequences, batch.context)
         return self.host.on_device(sequences, forwards_s + self.target.seconds(count, sequences, batch.context))
 
-    def free_rate(self, batch: DraftedBatch) -> float:
-        """Tokens a second of the step in which the host has the free drafts of this batch verified; 0: none pays."""
-        found = self._selected(batch, self._costs(len(batch.stats), batch.spent_s), doubt=True)
-        return sum(found.gains) / found.seconds if found.size > len(batch.stats) else 0.0
+    def free_is_better(self, batch: DraftedBatch, plan: PaidPlan) -> bool:
+        """Whether the host should have the free drafts of this batch verified, in place of steps on the device. Before
+        the draft model has read that is explored: such a step may save the reading. Later a lower bound has to pay for
+        going back to the device, too, where the draft model reads what was accepted."""
+        n, reads = len(batch.stats), any(plan.start_s)
+        found = self._selected(batch, self._costs(n, batch.spent_s), doubt=not reads)
+        if found.size == n:
+            return False
+        tokens, seconds = sum(found.gains), found.seconds
+        if not reads:
+            seconds += self.drafters[plan.drafter].seconds(round(tokens), n, batch.context) + self.host.paid(n)
+            for s, gain in zip(batch.stats, found.gains, strict=True):
+                hoped = (gain - 1.0) / self.acceptance.gains.ratio(s.kind, s.gain, doubt=True)
+                s.gain.beside = hoped if n + n * hoped > plan.rate * seconds else 0.0
+        return tokens > plan.rate * seconds
+
+    def record_followed(self, stats: RequestStats, tokens: int) -> None:
+        """Free drafts that were not verified, as steps on the device went on, had so many tokens right."""
+        self.acceptance.gains.record_followed(stats.kind, stats.gain, tokens)
 
     def observe_on_device(
         self, stats: list[RequestStats], plan: PaidPlan, context: int, seconds: float, first: bool

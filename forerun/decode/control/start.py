@@ -1,28 +1,31 @@
-"""How long a draft model may read before its first draft, in plain steps: what is lost where an answer ends just then.
+"""When a draft model may read for its first draft, and what exploring paid drafters may lose.
 
 Whether its drafts pay for the reading is planned apart (`depth`). Knows no drafter.
 """
 
 from __future__ import annotations
 
-from forerun.decode.control.decision import DraftedBatch
+from collections.abc import Sequence
+
+from forerun.decode.control.acceptance import DrafterRecord, RequestStats
 
 EXPLORE_PAID_SHARE = 0.0075  # of a request's time, that exploring paid drafters may lose
-# Of the plain time of an answer that a draft model may read for: of as many tokens as nearly all answers of its kind
-# have (the mean less 1.5 standard deviations), and of those that are expected to come. It bounds what is lost where the
-# answer ends just then, which is rare in the first case (docs/log.md).
-MAX_START_SHARE_OF_KIND, MAX_START_SHARE_EXPECTED, START_DEVIATIONS = 0.15, 0.2, 1.5
+# Of an answer, in which nothing is explored and no draft model starts to read unless it has paid for such prompts: many
+# answers have few more, and free drafters show what they can do
+FIRST_TOKENS = 8
+# Tokens of an answer before one that has paid reads, for each plain step that reading takes: free drafters show first
+# where the answer repeats the prompt, as edits do from their third or fourth token on
+WAITED_TOKENS = 0.33
+# What a draft model has to read is won back so many times by the tokens that are surely to come, both by lower bounds:
+# it bounds what is lost where the answer ends just then
+START_MARGIN = 1.5
 
 
-def early_tokens(remaining: float, paid: bool, batch: DraftedBatch) -> float:
-    """In an answer's first tokens, of which so many are expected to come; `paid`: the drafter has paid for its kind. A
-    token of steps on a device saves a third of its time and more: waiting for four costs what reading does."""
-    return remaining if paid and batch.on_device_rows else EXPLORE_PAID_SHARE * remaining
+def too_early(s: RequestStats, record: DrafterRecord, start_steps: float) -> bool:
+    """`start_steps`: plain steps that reading takes as long as."""
+    return not s.named and s.tokens < (WAITED_TOKENS * start_steps if record.has_paid(s.kind) else FIRST_TOKENS)
 
 
-def late_tokens(of_kind: float, remaining: float, batch: DraftedBatch) -> float:
-    """Behind them; `of_kind`: tokens that nearly all answers of its kind have. Plans for a device have a margin of
-    their own."""
-    if batch.on_device_rows:
-        return remaining
-    return max(MAX_START_SHARE_OF_KIND * of_kind, MAX_START_SHARE_EXPECTED * remaining)
+def to_win_s(stats: Sequence[RequestStats], start_s: Sequence[float]) -> list[float]:
+    """By sequence, what its drafts have to save before it pays to read for them."""
+    return [each_s if s.named else START_MARGIN * each_s for s, each_s in zip(stats, start_s, strict=True)]
