@@ -8,6 +8,7 @@ its part of a step. Knows drafters and what their rounds cost; not which drafts 
 from __future__ import annotations
 
 import logging
+import math
 from array import array
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -20,6 +21,7 @@ from forerun.core.progress import counter
 from forerun.decode.control.controller import Controller, DraftedBatch, PaidPlan, RequestStats
 from forerun.decode.control.cost import PROBED_STEPS, TIMED_CONTEXTS, TIMED_TOKENS, CostCurve, Slowdown
 from forerun.decode.control.kinds import kind_of
+from forerun.decode.control.waiting import MAX_TURN_DEPTH
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters import Drafter, DraftRequest, find, registered
 from forerun.decode.drafters.model import ModelDrafter
@@ -349,6 +351,21 @@ def drafted_batch(tasks: list[DraftTask], context: int, spent_s: float, rows: in
     drafts = [Draft() if rows else task.draft for task in tasks]
     limits = [task.max_nodes for task in tasks]
     return DraftedBatch([task.spec_state.stats for task in tasks], drafts, limits, context, spent_s, rows)
+
+
+def free_request(controller: Controller, drafter: Drafter, task: DraftTask, least: float, beside: bool) -> DraftRequest:
+    """Of a free drafter; `least`: path probability of nodes that are of use; `beside` a step in flight."""
+    wait_s, first_prob = math.inf if task.spec_state.fixed_depth else 0.0, 1.0
+    if drafter.elsewhere and not wait_s and not beside:
+        wait_s, first_prob = controller.max_wait_s(task.spec_state.stats, drafter.name)
+    request = replace(task.request(task.max_nodes), min_prob=least, max_wait_s=wait_s, first_prob=first_prob)
+    if drafter.name in controller.slowdowns and 0.0 < wait_s < math.inf:
+        stats, name = task.spec_state.stats, drafter.name
+        if (turn := controller.turn(stats, name)).depth:
+            request.max_wait_s, least = controller.turn_limits(stats, name, turn)
+            request.max_depth, request.first_prob = min(request.max_depth, MAX_TURN_DEPTH), 1.0
+            request.min_path_probs, request.in_turn = [least], True
+    return request
 
 
 def time_target(ctx: DraftContext, limit: int) -> CostCurve:

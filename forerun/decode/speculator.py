@@ -19,13 +19,13 @@ from forerun.decode import tree
 from forerun.decode.control.controller import ASKED_SEQUENCES, Controller, PaidPlan
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.control.kinds import kind_of
-from forerun.decode.control.waiting import MAX_TURN_DEPTH
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafter_pool import (
     DrafterPool,
     DraftTask,
     SpeculationState,
     drafted_batch,
+    free_request,
     mean_context,
     on_device_rows,
     time_target,
@@ -193,7 +193,7 @@ class Speculator:
         if plan is None or len(own) < len(tasks) or not all(plan.rounds):
             return None
         if unasked and any(plan.start_s):
-            self._run_free(unasked)
+            self._run_free(unasked, every=True)
             self._merge(unasked)
         return None if self.controller.free_is_better(drafted_batch(tasks, context, spent_s), plan) else plan
 
@@ -209,10 +209,11 @@ class Speculator:
                 task.candidates.append(replace(left, probs=self.controller.calibrate(state.stats, left)))
         return True
 
-    def _run_free(self, tasks: list[DraftTask], beside: bool = False) -> None:
-        """`beside` a step in flight it costs nothing, and its outcome counts only as far as plain steps show it."""
+    def _run_free(self, tasks: list[DraftTask], beside: bool = False, every: bool = False) -> None:
+        """`beside` a step in flight it costs nothing, and its outcome counts only as far as plain steps show it.
+        `every` drafter runs, whether it is expected to pay or not."""
         least = self.controller.min_grown_prob() if tasks else 0.0
-        every = beside or self._left
+        every = every or beside or self._left
         for drafter, own in self._by_drafter(tasks, free=True):
             able = [t for t in own if drafter.can_sample or not t.spec_state.sampled]
             runs = self.controller.should_run
@@ -225,7 +226,7 @@ class Speculator:
                 continue
             if drafter.elsewhere and (slowdown := self.controller.slowdowns.get(drafter.name)):
                 slowdown.round_s, slowdown.way_s = drafter.turn_costs()
-            requests = [self._free_request(drafter, task, least, beside) for task in chosen]
+            requests = [free_request(self.controller, drafter, task, least, beside) for task in chosen]
             start = time.perf_counter()
             drafts = self.drafter_pool.propose(drafter, chosen, requests)
             seconds = (time.perf_counter() - start) / len(chosen)
@@ -234,19 +235,6 @@ class Speculator:
                 if not beside and counted_s is not None:
                     task.spec_state.free_run_s[drafter.name] = counted_s
                 self._add_candidate(task, draft, beside)
-
-    def _free_request(self, drafter: Drafter, task: DraftTask, least: float, beside: bool) -> DraftRequest:
-        wait_s, first_prob = math.inf if task.spec_state.fixed_depth else 0.0, 1.0
-        if drafter.elsewhere and not wait_s and not beside:
-            wait_s, first_prob = self.controller.max_wait_s(task.spec_state.stats, drafter.name)
-        request = replace(task.request(task.max_nodes), min_prob=least, max_wait_s=wait_s, first_prob=first_prob)
-        if drafter.name in self.controller.slowdowns and 0.0 < wait_s < math.inf:
-            stats, name = task.spec_state.stats, drafter.name
-            if (turn := self.controller.turn(stats, name)).depth:
-                request.max_wait_s, least = self.controller.turn_limits(stats, name, turn)
-                request.max_depth, request.first_prob = min(request.max_depth, MAX_TURN_DEPTH), 1.0
-                request.min_path_probs, request.in_turn = [least], True
-        return request
 
     def _by_drafter(self, tasks: list[DraftTask], free: bool) -> list[tuple[Drafter, list[DraftTask]]]:
         """The free or the paid drafters of these tasks, each with the tasks that use it."""

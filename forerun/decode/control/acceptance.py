@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import exp, log, sqrt
+from math import sqrt
 from typing import Any
 
 from forerun.core import ROOT, Draft
 from forerun.decode.control.gain import Gain, Gains
+from forerun.decode.control.lengths import AnswerLengths
 
 PRIOR_OBSERVATIONS = 4.0  # observations that a drafter's own probability counts for
 DECAY_PER_OBSERVATION = 0.998  # of the statistics of all requests
@@ -27,6 +28,9 @@ TRACKED_DEPTHS = 8  # acceptance is kept by depth up to here; deeper nodes count
 # Requests of one kind differ by about 0.1 in acceptance, so what others accepted counts for no more outcomes than have
 # that standard error: p (1 - p) / 0.1^2; nor for more than a request's own, 1 / (1 - REQUEST_DECAY)
 MAX_KIND_OBSERVATIONS = 20.0
+# Degrees of freedom of the t distribution by which requests of a kind differ: its tails are heavy, so a request that is
+# unlike the others is soon believed more than they are. A file whose acceptance is wrong is found out within a request
+KIND_FREEDOM = 3.0
 DOUBT = 1.0  # standard errors that a lower bound is below the mean: right five times of six, and it narrows quickly
 
 # Before anything is known. Of drafters that run a model: acceptance of a node once its parent is, by kind of prompt.
@@ -42,12 +46,6 @@ SHAPE_OBSERVATIONS = 32.0  # of a depth, before acceptance there is taken to dif
 FREE_PRIOR_TOKENS, FREE_PRIOR_RUNS = 0.5, 6.0
 # The same of a model elsewhere, less what verifying them takes
 ELSEWHERE_PRIOR_TOKENS, ELSEWHERE_PRIOR_REST = {"code": 0.8, "numbers": 0.5}, 0.3
-# Of an answer's length, which differs by factors: programs are rarely short, calculations sometimes, answers in prose
-# often. Its median, and the factor by which a standard deviation is above or below
-PRIOR_ANSWER_TOKENS, PRIOR_ANSWER_FACTOR = 128.0, {"code": 1.25, "numbers": 2.0}
-PRIOR_FACTOR_ELSEWHERE = 6.0
-PRIOR_ANSWERS = 2.0  # that these count for
-LENGTH_DECAY = 0.95  # per answer
 RECENT_DECAY = 0.9  # per step, of what free drafts gave a request of late
 
 _EDGES = (0, 2, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)  # percent: fine where probabilities are near one
@@ -136,6 +134,7 @@ class DrafterRecord:
         prior = PAID_PRIOR.get(kind, PAID_PRIOR_ELSEWHERE) - (BLOCK_PRIOR_LOSS if block else 0.0)
         usual = (hits + weight * prior) / (tries + weight)
         outcomes = min(weight + tries, MAX_KIND_OBSERVATIONS)
+        outcomes *= own.likeness(usual, outcomes)
         mean = usual * outcomes + own.stated + own.levels[0]
         here = own.stated_levels + own.levels[1]
         mean /= outcomes + here
@@ -256,6 +255,14 @@ class RequestRecord:
     skip_until: int = 0  # of a paid drafter that did not pay: tokens of the answer before it is planned for again
     asked: int = 0  # of a drafter that drafts in one forward: depth that it was asked for in this step
 
+    def likeness(self, usual: float, outcomes: float) -> float:
+        """How far other requests' outcomes tell anything about this one, by its own against their mean."""
+        hits, tries = self.levels
+        if not tries:
+            return 1.0
+        deviation2 = (hits / tries - usual) ** 2 / (usual * (1.0 - usual) * (1.0 / outcomes + 1.0 / tries))
+        return min(1.0, (KIND_FREEDOM + 1.0) / (KIND_FREEDOM + deviation2))
+
     def state_reach(self, reach: list[float]) -> None:
         """Of a draft in one forward: the probability by depth that the nodes to verify hold the right token."""
         own = [min(1.0, prob) for prob in reach[: self.asked]]  # free drafts beside it may go deeper
@@ -334,30 +341,13 @@ class RequestStats:
         self.paid_expected += expected
 
 
-class Acceptance:
+class Acceptance(AnswerLengths):
     """The records of all drafters, and how long answers are, by kind of prompt."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.records: defaultdict[str, DrafterRecord] = defaultdict(DrafterRecord)  # by drafter
         self.gains, self.paid_gains = Gains(), Gains()  # of steps with free drafts, and with a paid drafter
-        self.lengths: dict[str, list[float]] = {}  # kind -> answers that ended, logarithms of their tokens, and those squared
-
-    def expected_remaining(self, stats: RequestStats) -> int:
-        """Tokens that an answer goes on for at least: as long as others of its kind, less a standard deviation, or as
-        long again as it has lasted. Lengths vary far more than acceptance, and a start that is not won back is lost.
-        Where they vary widely, an answer that has begun is hardly nearer its end for it."""
-        least, usual = self.min_length(stats.kind, 1.0), self.min_length(stats.kind, 0.0)
-        more = max(least - stats.tokens * least / usual, stats.tokens)
-        return max(0, min(stats.max_tokens - stats.tokens, int(more)))
-
-    def min_length(self, kind: str, deviations: float) -> float:
-        """Tokens of answers of this kind: the median, less so many standard deviations of its logarithm."""
-        answers, logs, squares = self.lengths.get(kind, (0.0, 0.0, 0.0))
-        answers += PRIOR_ANSWERS
-        prior, deviation = log(PRIOR_ANSWER_TOKENS), log(PRIOR_ANSWER_FACTOR.get(kind, PRIOR_FACTOR_ELSEWHERE))
-        mean = (logs + PRIOR_ANSWERS * prior) / answers
-        square = (squares + PRIOR_ANSWERS * (prior**2 + deviation**2)) / answers
-        return exp(mean - deviations * sqrt(max(0.0, square - mean * mean)))
 
     def paid_ratio(self, stats: list[RequestStats]) -> float:
         """Tokens a second that steps with a paid drafter gave, over what was planned, at most 1: for one sequence,
@@ -370,14 +360,6 @@ class Acceptance:
         self.record_length(stats)
         if stats.paid_steps:
             self.paid_gains.add(stats.kind, stats.paid_tokens, stats.paid_expected, stats.paid_steps)
-
-    def record_length(self, stats: RequestStats) -> None:
-        known, usual = self.lengths.setdefault(stats.kind, [0.0, 0.0, 0.0]), self.min_length(stats.kind, 0.0)
-        tokens, weight = float(stats.tokens), 1.0
-        if usual > tokens >= stats.max_tokens:  # its limit cut it off: as far as it went, it was not shorter than usual.
-            tokens, weight = usual, tokens / usual  # Left out, short answers alone would count where limits are low
-        for i, value in enumerate((1.0, log(tokens), log(tokens) ** 2)):
-            known[i] = known[i] * LENGTH_DECAY + weight * value
 
     def calibrate(self, stats: RequestStats, draft: Draft, doubt: float = 0.0) -> list[float]:
         """The probability of each node to be accepted once its parent is, by the outcome of similar nodes before, less

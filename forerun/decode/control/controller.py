@@ -38,7 +38,7 @@ from forerun.decode.control.depth import DepthPlan, Depths, StepPlan, min_path_p
 from forerun.decode.control.host import HostTime
 from forerun.decode.control.on_device import OnDevice
 from forerun.decode.control.selection import StepCosts
-from forerun.decode.control.start import EXPLORE_PAID_SHARE, FIRST_TOKENS, to_win_s, too_early
+from forerun.decode.control.start import EXPLORE_PAID_SHARE, FIRST_TOKENS, too_early
 from forerun.decode.control.waiting import Turn, Waiting
 
 __all__ = ["Controller", "DraftedBatch", "PaidPlan", "RequestStats"]
@@ -90,7 +90,7 @@ class Controller(Waiting, OnDevice):
         """Whether the coming step runs any drafter. Called once before every step that is not launched ahead, with the
         drafters of each sequence. `launches`: it can be launched, and steps after it ahead of the host."""
         step = self._begin(stats, context)
-        if not self.host.timed(len(stats)) and not any(s.named for s in stats):
+        if not any(s.named for s in stats) and self.host.is_asked_for(len(stats)):
             return self.record_plain(context, "a plain step of so many sequences is timed first")
         if launches and not self._gained:
             return self.record_plain(context, "drafters run beside the steps that follow")
@@ -349,7 +349,6 @@ class Controller(Waiting, OnDevice):
         for i, s in enumerate(stats):
             if start_s[i] and too_early(s, record, start_s[i] / plain_s):
                 remaining[i], waiting = 0, True
-        saved_s = to_win_s(stats, start_s)
         known = MAX_KIND_OBSERVATIONS if sequences > 1 else START_OUTCOMES if start_s[0] else ALONE_OUTCOMES
 
         def ahead(doubt: float) -> list[list[float]]:
@@ -358,7 +357,7 @@ class Controller(Waiting, OnDevice):
             return [record.by_depth(s.kind, s.own[drafter], deepest, d, block > 1, known) for s, d in pairs]
 
         def best(probs: list[list[float]]) -> Depths:
-            return plan.best(probs, reach, limits, saved_s, remaining)
+            return plan.best(probs, reach, limits, start_s, remaining)
 
         low = ahead(DOUBT)
         sure = best(low)

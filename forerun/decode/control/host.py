@@ -26,6 +26,7 @@ class HostTime:
     def __init__(self) -> None:
         self._recent: dict[tuple[int, str], deque[float]] = {}
         self._known: dict[tuple[int, str], float] = {}  # medians
+        self._asked: set[int] = set()  # sizes of batches of which a plain step was asked for
 
     def observe(self, sequences: int, drafted: bool, seconds: float) -> None:
         """Of a step that was not launched ahead: what it took beside drafting and its forward."""
@@ -57,6 +58,14 @@ class HostTime:
     def timed(self, sequences: int) -> bool:
         """Whether a plain step of about so many sequences was timed."""
         return any((sequences.bit_length(), what) in self._known for what in ("plain", "hidden"))
+
+    def is_asked_for(self, sequences: int) -> bool:
+        """Whether the coming step is to be plain so that it can be timed: the first of about so many sequences, unless
+        one was timed. One that follows a draft on a device that runs ahead of the host shows nothing of it."""
+        size = sequences.bit_length()
+        asked = size in self._asked or self.timed(sequences)
+        self._asked.add(size)
+        return not asked
 
     def timed_paid(self, sequences: int) -> bool:
         """Whether a step of about so many sequences with a paid drafter was timed."""

@@ -45,19 +45,22 @@ class OnDevice:
 
     def free_is_better(self, batch: DraftedBatch, plan: PaidPlan) -> bool:
         """Whether the host should have the free drafts of this batch verified, in place of steps on the device. Before
-        the draft model has read that is explored: such a step may save the reading. Later a lower bound has to pay for
-        going back to the device, too, where the draft model reads what was accepted."""
+        the draft model has read, such a step may save that, and reading counts against the tokens surely to come. Later
+        a lower bound has to pay for going back to the device, too, where the draft model reads what was accepted."""
         n, reads = len(batch.stats), any(plan.start_s)
         found = self._selected(batch, self._costs(n, batch.spent_s), doubt=not reads)
         if found.size == n:
             return False
-        tokens, seconds = sum(found.gains), found.seconds
-        if not reads:
+        tokens, seconds, rate = sum(found.gains), found.seconds, plan.rate
+        if reads:
+            surely = n * min(map(self.acceptance.expected_remaining, batch.stats))
+            rate = surely / (surely / plan.rate + sum(plan.start_s))
+        else:
             seconds += self.drafters[plan.drafter].seconds(round(tokens), n, batch.context) + self.host.paid(n)
             for s, gain in zip(batch.stats, found.gains, strict=True):
                 hoped = (gain - 1.0) / self.acceptance.gains.ratio(s.kind, s.gain, doubt=True)
                 s.gain.beside = hoped if n + n * hoped > plan.rate * seconds else 0.0
-        return tokens > plan.rate * seconds
+        return tokens > rate * seconds
 
     def record_followed(self, stats: RequestStats, tokens: int) -> None:
         """Free drafts that were not verified, as steps on the device went on, had so many tokens right."""

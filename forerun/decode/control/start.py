@@ -5,8 +5,6 @@ Whether its drafts pay for the reading is planned apart (`depth`). Knows no draf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from forerun.decode.control.acceptance import DrafterRecord, RequestStats
 
 EXPLORE_PAID_SHARE = 0.0075  # of a request's time, that exploring paid drafters may lose
@@ -16,16 +14,8 @@ FIRST_TOKENS = 8
 # Tokens of an answer before one that has paid reads, for each plain step that reading takes: free drafters show first
 # where the answer repeats the prompt, as edits do from their third or fourth token on
 WAITED_TOKENS = 0.33
-# What a draft model has to read is won back so many times by the tokens that are surely to come, both by lower bounds:
-# it bounds what is lost where the answer ends just then
-START_MARGIN = 1.5
 
 
 def too_early(s: RequestStats, record: DrafterRecord, start_steps: float) -> bool:
     """`start_steps`: plain steps that reading takes as long as."""
     return not s.named and s.tokens < (WAITED_TOKENS * start_steps if record.has_paid(s.kind) else FIRST_TOKENS)
-
-
-def to_win_s(stats: Sequence[RequestStats], start_s: Sequence[float]) -> list[float]:
-    """By sequence, what its drafts have to save before it pays to read for them."""
-    return [each_s if s.named else START_MARGIN * each_s for s, each_s in zip(stats, start_s, strict=True)]

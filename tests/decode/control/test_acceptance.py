@@ -13,8 +13,6 @@ from forerun.decode.control.acceptance import (
     MIN_ODDS_RATIO,
     PAID_PRIOR,
     PAID_PRIOR_ELSEWHERE,
-    PRIOR_ANSWER_TOKENS,
-    PRIOR_DEVIATION_ELSEWHERE,
     TRACKED_DEPTHS,
     Acceptance,
     DrafterRecord,
@@ -228,28 +226,15 @@ def test_reading_a_prompt_counts_apart_from_runs_and_pauses_are_cut():
     assert record.run_s < 70e-6
 
 
-def test_answers_are_expected_to_last_as_others_of_their_kind():
-    known, usual = Acceptance(), int(PRIOR_ANSWER_TOKENS - PRIOR_DEVIATION_ELSEWHERE)
-    assert known.expected_remaining(RequestStats()) == usual
-    assert known.expected_remaining(RequestStats(max_tokens=10)) == 10
-    for _ in range(40):
-        known.record_length(RequestStats("text", tokens=12))
-        known.record_length(RequestStats("code", tokens=400))
-        known.record_length(RequestStats("numbers", tokens=20))
-        known.record_length(RequestStats("numbers", tokens=200))
-    assert known.expected_remaining(RequestStats("text")) < 24
-    assert known.expected_remaining(RequestStats("text", tokens=200)) == 200  # this one is longer than they were
-    assert known.expected_remaining(RequestStats("code")) > 250  # all of them are long
-    assert known.expected_remaining(RequestStats("numbers")) < 60  # some of them are short
-
-
-def test_an_answer_that_its_limit_cut_off_tells_no_length():
-    known = Acceptance()
-    usual = known.min_length("code", 1.0)
-    known.record_length(RequestStats("code", tokens=16, max_tokens=16))
-    assert known.min_length("code", 1.0) == usual
-    known.record_length(RequestStats("code", tokens=900, max_tokens=900))  # so long at least
-    assert known.min_length("code", 0.0) > PRIOR_ANSWER_TOKENS
+def test_a_request_that_is_unlike_the_others_is_believed():
+    """A file may have outcomes that are wrong for a text: drafts must not go on by them."""
+    record = DrafterRecord()
+    record.add_measured({"code": [[95.0, 100.0]] * TRACKED_DEPTHS})
+    for drafted, least, most in ((5, 0.3, 0.75), (15, 0.25, 0.55)):
+        own = RequestRecord(levels=[0.3 * drafted, float(drafted)])
+        assert least < record.by_depth("code", own, 1, 0.0, block=True)[0] < most
+    alike = RequestRecord(levels=[13.0, 15.0])
+    assert record.by_depth("code", alike, 1, 0.0, block=True)[0] > 0.87
 
 
 def test_the_report_is_plain_data_and_a_record_comes_back():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from math import log
 from pathlib import Path
 
 import pytest
@@ -154,7 +155,7 @@ def test_what_was_accepted_is_known_at_the_next_start_of_any_machine() -> None:
     assert set(found.acceptance.records) == {"model", "lookup"}  # a user's own drafter may have changed
     for name in ("model", "lookup"):
         assert found.acceptance.records[name].record() == taught().acceptance.records[name].record()
-    assert found.acceptance.lengths == {"code": [1.0, 30.0, 900.0]}
+    assert found.acceptance.lengths == {"code": [1.0, log(30.0), log(30.0) ** 2]}
     assert found.acceptance.records["model"].has_paid("code")
     there.store(found)
     assert there.load() is None  # its curves are timed at every start

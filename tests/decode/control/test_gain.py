@@ -43,6 +43,15 @@ def test_a_step_that_was_not_launched_counts_when_it_runs():
     assert own.total == [0.0, 2.0] and own.left == 0.0
 
 
+def test_drafts_that_were_not_verified_count_once_they_are_followed():
+    gains, own = Gains(), Gain(beside=3.0)
+    gains.record_followed("text", own, 2)  # the ones before them
+    assert own.total == [0.0, 0.0]
+    own.follow()
+    gains.record_followed("text", own, 2)
+    assert own.total == [2.0, 3.0] and not own.followed and not own.beside
+
+
 def test_only_the_first_tokens_of_free_drafters_are_doubted():
     gains, own = Gains(), Gain()
     run(gains, own, 5.0, 0)

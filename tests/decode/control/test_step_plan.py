@@ -14,9 +14,9 @@ def step_plan(sequences: int, step_s: float) -> StepPlan:
     return StepPlan(DepthPlan(target, rounds, 100, free, 0.0), step_s, 16 if sequences <= 2 else 8)
 
 
-def best(plan: StepPlan, start_s: list[float], remaining: list[int], limit: int = 15) -> dict[int, int]:
+def best(plan: StepPlan, start_s: list[float], remaining: list[float], limit: int = 15) -> dict[int, int]:
     n = len(start_s)
-    return plan.best([AHEAD] * n, [[]] * n, [limit] * n, start_s, remaining, [0.0] * n).rounds
+    return plan.best([AHEAD] * n, [[]] * n, [limit] * n, start_s, remaining).rounds
 
 
 def test_steps_pay_by_all_their_tokens_over_what_they_take() -> None:
@@ -25,9 +25,9 @@ def test_steps_pay_by_all_their_tokens_over_what_they_take() -> None:
     assert set(best(step_plan(4, 2e-3), [0.0] * 4, [100] * 4).values()) == {5}  # rows of four sequences
 
 
-def test_reading_is_won_back_with_a_margin() -> None:
+def test_reading_is_won_back_by_the_tokens_to_come() -> None:
     plan = step_plan(1, 2e-3)  # a token saves 0.67 ms
-    assert best(plan, [4e-3], [20]) and not best(plan, [1e-2], [20])
+    assert best(plan, [1e-2], [20]) and not best(plan, [1.5e-2], [20])
 
 
 def test_none_draft_where_one_of_them_may_not_read_yet_or_ends() -> None:
