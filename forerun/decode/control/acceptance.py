@@ -47,6 +47,7 @@ FREE_PRIOR_TOKENS, FREE_PRIOR_RUNS = 0.5, 6.0
 # The same of a model elsewhere, less what verifying them takes
 ELSEWHERE_PRIOR_TOKENS, ELSEWHERE_PRIOR_REST = {"code": 0.8, "numbers": 0.5}, 0.3
 RECENT_DECAY = 0.9  # per step, of what free drafts gave a request of late
+NOT_FREE_STEPS = 4.0  # without a free draft, that are taken to have been before: one long copy shows little
 
 _EDGES = (0, 2, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)  # percent: fine where probabilities are near one
 _BIN = [sum(percent >= edge for edge in _EDGES) - 1 for percent in range(101)]
@@ -333,7 +334,7 @@ class RequestStats:
     @property
     def share_not_free(self) -> float:
         """Of its recent tokens, those that no free draft gave: a paid drafter can only save steps for these."""
-        return self.recent_steps / self.recent_tokens if self.recent_tokens else 1.0
+        return (self.recent_steps + NOT_FREE_STEPS) / (self.recent_tokens + NOT_FREE_STEPS)
 
     def count_paid(self, tokens: int, expected: float) -> None:
         """Of a step with a paid drafter."""
