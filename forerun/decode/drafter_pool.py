@@ -19,7 +19,7 @@ import torch
 from forerun.core import Draft, SamplingParams, Usage
 from forerun.core.progress import counter
 from forerun.decode.control.controller import Controller, DraftedBatch, PaidPlan, RequestStats
-from forerun.decode.control.cost import PROBED_STEPS, TIMED_CONTEXTS, TIMED_TOKENS, CostCurve, Slowdown
+from forerun.decode.control.cost import PROBED_STEPS, TIMED_CONTEXTS, TIMED_STARTS, TIMED_TOKENS, CostCurve, Slowdown
 from forerun.decode.control.kinds import kind_of
 from forerun.decode.control.waiting import MAX_TURN_DEPTH
 from forerun.decode.draft_context import DraftContext
@@ -33,7 +33,6 @@ from forerun.text.tokenizer import Tokenizer
 log = logging.getLogger("forerun")
 
 KIND_TOKENS = 16  # of an answer, after which it shows of what kind it is
-TIMED_START_TOKENS = 128  # of a prompt that a paid drafter reads: the others' time is taken to be in proportion
 AUTO_FREE_DRAFTERS = ("grammar", "lookup", "copy", "suffix")  # of `auto`, in order, beside a draft model's drafter
 
 
@@ -238,14 +237,24 @@ class DrafterPool:
         limit = min(self.max_timed_tokens, drafter.max_context)
         while True:
             try:
-                curve, tokens = CostCurve.within(drafter.time_round, limit), min(TIMED_START_TOKENS, limit // 2)
-                if tokens > TIMED_TOKENS[-1]:  # reading a prompt: other kernels may run than in rounds
-                    curve.start_factor = drafter.time_round(tokens, 0) / curve.seconds(tokens)
+                curve = CostCurve.within(drafter.time_round, limit)
+                self._time_reading(curve, drafter, limit // 2)
                 return curve
             except OutOfPages:
                 if limit <= 4:
                     raise
                 limit //= 2
+
+    def _time_reading(self, curve: CostCurve, drafter: Drafter, limit: int) -> None:
+        """Reading a prompt: other kernels may run than in rounds. On a device a long one takes little more than a short
+        one; on a CPU the time is in proportion, and so much of it is not spent twice."""
+        on_cpu = self.ctx.runner.decoder.device.type == "cpu"
+        sizes = [size for size in TIMED_STARTS if size <= limit][: 1 if on_cpu else None]
+        read_s = {size: drafter.time_round(size, 0) for size in sizes}
+        if len(read_s) > 1:
+            curve.reading = CostCurve(read_s)
+        elif read_s:
+            curve.start_factor = read_s[sizes[0]] / curve.seconds(sizes[0])
 
     @property
     def max_timed_tokens(self) -> int:

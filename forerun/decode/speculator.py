@@ -304,14 +304,10 @@ class Speculator:
             alone = tasks[0] if len(tasks) == 1 and not unread[0] and (rows or not len(tasks[0].draft)) else None
             if alone is not None and (held := alone.held_plan(drafter.name)) is not None:
                 return held
-
-            def read_s(tokens: int) -> float:
-                return curve.start_factor * curve.seconds(tokens) if tokens else 0.0
-
             batch = drafted_batch(tasks, context, spent_s, rows)
-            plan = self.controller.plan_rounds(batch, drafter.name, [read_s(tokens) for tokens in unread])
+            plan = self.controller.plan_rounds(batch, drafter.name, [curve.start_s(tokens) for tokens in unread])
             if plan is not None:
-                plan.start_s = [read_s(min(tokens, MAX_CATCH_UP_TOKENS)) for tokens in unread]
+                plan.start_s = [curve.start_s(min(tokens, MAX_CATCH_UP_TOKENS)) for tokens in unread]
             if alone is not None and plan is not None and not plan.lost_s:
                 alone.spec_state.plan, alone.spec_state.plan_steps = plan, PLAN_STEPS - 1
         if any(fixed):

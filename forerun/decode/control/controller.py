@@ -32,7 +32,7 @@ from forerun.decode.control.acceptance import (
     RequestStats,
     StoppingRule,
 )
-from forerun.decode.control.cost import MAX_ROUNDS, CostCurve, Slowdown
+from forerun.decode.control.cost import MAX_ROUNDS, TIMED_TOKENS, CostCurve, Slowdown
 from forerun.decode.control.decision import Decision, DraftedBatch, EndedStep, OpenStep, PaidPlan
 from forerun.decode.control.depth import DepthPlan, Depths, StepPlan, min_path_probs
 from forerun.decode.control.host import HostTime
@@ -246,8 +246,10 @@ class Controller(Waiting, OnDevice):
 
     def observe_start(self, drafter: str, foreseen_s: float, seconds: float) -> None:
         """What a paid drafter took to catch up with sequences, against what its curve had said: beyond the sizes that
-        were timed other kernels may run."""
+        were timed other kernels may run. What is read within these sizes shows nothing of it."""
         curve = self.drafters[drafter]
+        if foreseen_s <= curve.seconds(TIMED_TOKENS[-1]):
+            return
         curve.start_factor *= min(4.0, max(0.25, seconds / max(1e-9, foreseen_s))) ** 0.5
 
     def observe_round(self, drafter: str, tokens: int, sequences: int, context: int, seconds: float) -> None:

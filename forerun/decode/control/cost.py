@@ -30,6 +30,7 @@ MAX_ROUNDS = 16  # of a paid drafter in one step
 LOOKAHEAD_ROUNDS = 3  # within which a further round must pay: costs have steps
 TIMED_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of the forwards that are timed at the start
 TIMED_CONTEXTS = (32, 512)  # tokens before them
+TIMED_STARTS = (128, 512)  # of prompts that a paid drafter reads
 
 
 class Slowdown:
@@ -78,6 +79,7 @@ class CostCurve:
         self.recent = False  # whether a forward was observed since the last of the target
         self.per_branch = 0.0  # seconds of a side branch of a tree, beside its tokens
         self.start_factor = 1.0  # of a drafter: what it took to read a prompt, over what the curve has for its tokens
+        self.reading: CostCurve | None = None  # of a drafter: prompts, where they run through other kernels
         self._sizes = sorted(points)
         timed = [points[n] - base_context * (per_context + n * per_context_token) for n in self._sizes]
         # Noise only ever adds time, so a size that took longer than a larger one is the one that is wrong.
@@ -130,6 +132,13 @@ class CostCurve:
         return base + context * self._context_factor(sequences) * (
             sequences * self.per_context + tokens * self.per_context_token
         )
+
+    def start_s(self, tokens: int) -> float:
+        """Of a drafter that reads so many tokens before its first round; 0 for none."""
+        if not tokens:
+            return 0.0
+        curve = self if self.reading is None or tokens <= TIMED_TOKENS[-1] else self.reading
+        return self.start_factor * curve.seconds(tokens)
 
     def seconds_range(self, first: int, last: int, sequences: int = 1, context: int = 0) -> list[float]:
         """`seconds` of every number of tokens from `first` to `last`."""
@@ -206,6 +215,7 @@ class CostCurve:
             "per_context_token": self.per_context_token,
             "per_branch": self.per_branch,
             "start_factor": self.start_factor,
+            "reading": None if self.reading is None else self.reading.record(),
         }
 
     @classmethod
@@ -213,6 +223,7 @@ class CostCurve:
         points = {int(size): float(seconds) for size, seconds in record["points"].items()}
         curve = cls(points, float(record["per_context"]), float(record["per_context_token"]))
         curve.per_branch, curve.start_factor = float(record["per_branch"]), float(record.get("start_factor", 1.0))
+        curve.reading = cls.from_record(record["reading"]) if record.get("reading") else None
         return curve
 
     def _log_at(self, tokens: int) -> float:

@@ -34,15 +34,16 @@ MACHINES = {"h200": H200, "h200, its host": H200_HOST, "cores": CORES, "fast cor
 SEEDS = range(5)
 
 # Of the best single drafter, where the goal of 0.95 is missed in the first request of a process. Edits on the H200: the
-# host is one token behind where it runs ahead (a draft made beside a step has one token less), and stretches that are
-# copied begin and end a dozen times. Chat: one unlucky draft ends it, and reading the prompt waits until an answer of a
-# kind that is often short has lasted. Maths: the same where reading takes a tenth of the answer's time; without a
-# trained drafter its acceptance is a guess.
+# host is one token behind where it runs ahead (a draft made beside a step has one token less), stretches that are
+# copied begin and end a dozen times, and the draft model has read the prompt before the first of them, for a tenth of
+# so short a time. Chat: one unlucky draft ends it, and reading the prompt waits until an answer of a kind that is often
+# short has lasted. Maths: the same where reading takes a tenth of the answer's time; without a trained drafter its
+# acceptance is a guess.
 MISSED = {
     ("h200", "code"): 0.93,
-    ("h200", "edits"): 0.88,
+    ("h200", "edits"): 0.78,
     ("h200, its host", "code"): 0.94,
-    ("h200, its host", "edits"): 0.88,
+    ("h200, its host", "edits"): 0.8,
     ("h200", "maths"): 0.88,
     ("h200, its host", "maths"): 0.94,
     ("h200", "chat"): 0.94,
