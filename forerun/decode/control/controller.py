@@ -349,7 +349,7 @@ class Controller(Waiting, OnDevice):
         remaining = [self.acceptance.expected_remaining(s) * s.share_not_free for s in stats]
         waiting, plain_s = False, self._plain_s(sequences, context)
         for i, s in enumerate(stats):
-            if start_s[i] and too_early(s, record, start_s[i] / plain_s):
+            if start_s[i] and too_early(s, record):
                 remaining[i], waiting = 0, True
         known = MAX_KIND_OBSERVATIONS if sequences > 1 else START_OUTCOMES if start_s[0] else ALONE_OUTCOMES
 

@@ -30,7 +30,7 @@ MAX_ROUNDS = 16  # of a paid drafter in one step
 LOOKAHEAD_ROUNDS = 3  # within which a further round must pay: costs have steps
 TIMED_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of the forwards that are timed at the start
 TIMED_CONTEXTS = (32, 512)  # tokens before them
-TIMED_STARTS = (128, 512)  # of prompts that a paid drafter reads
+TIMED_STARTS = (128, 512)  # of prompts that a paid drafter reads; more is read in parts
 
 
 class Slowdown:
@@ -134,11 +134,13 @@ class CostCurve:
         )
 
     def start_s(self, tokens: int) -> float:
-        """Of a drafter that reads so many tokens before its first round; 0 for none."""
-        if not tokens:
-            return 0.0
+        """Of a drafter that reads so many tokens before its first round, a long prompt in parts; 0 for none."""
+        parts, rest = divmod(tokens, TIMED_STARTS[-1])
+        return self.start_factor * (parts * self._read_s(TIMED_STARTS[-1]) + (self._read_s(rest) if rest else 0.0))
+
+    def _read_s(self, tokens: int) -> float:
         curve = self if self.reading is None or tokens <= TIMED_TOKENS[-1] else self.reading
-        return self.start_factor * curve.seconds(tokens)
+        return curve.seconds(tokens)
 
     def seconds_range(self, first: int, last: int, sequences: int = 1, context: int = 0) -> list[float]:
         """`seconds` of every number of tokens from `first` to `last`."""

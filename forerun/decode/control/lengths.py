@@ -14,6 +14,7 @@ PRIOR_ANSWER_TOKENS, PRIOR_ANSWER_FACTOR = 128.0, {"code": 1.25, "numbers": 2.0}
 PRIOR_FACTOR_ELSEWHERE = 6.0
 PRIOR_ANSWERS = 2.0  # that these count for
 LENGTH_DECAY = 0.95  # per answer
+QUARTILE = 0.67  # standard deviations from the median
 
 
 class Answer(Protocol):
@@ -30,10 +31,10 @@ class AnswerLengths:
         self.lengths: dict[str, list[float]] = {}
 
     def expected_remaining(self, answer: Answer) -> int:
-        """Tokens that an answer goes on for at least: as long as others of its kind, less a standard deviation, or as
-        long again as it has lasted. Lengths vary far more than acceptance, and a start that is not won back is lost.
-        Where they vary widely, an answer that has begun is hardly nearer its end for it."""
-        least, usual = self.min_length(answer.kind, 1.0), self.min_length(answer.kind, 0.0)
+        """Tokens that an answer goes on for at least: as long as three of four others of its kind, or as long again as
+        it has lasted. Lengths vary far more than acceptance, and a start that is not won back is lost. Where they vary
+        widely, an answer that has begun is hardly nearer its end for it."""
+        least, usual = self.min_length(answer.kind, QUARTILE), self.min_length(answer.kind, 0.0)
         more = max(least - answer.tokens * least / usual, answer.tokens)
         return max(0, min(answer.max_tokens - answer.tokens, int(more)))
 

@@ -11,11 +11,7 @@ EXPLORE_PAID_SHARE = 0.0075  # of a request's time, that exploring paid drafters
 # Of an answer, in which nothing is explored and no draft model starts to read unless it has paid for such prompts: many
 # answers have few more, and free drafters show what they can do
 FIRST_TOKENS = 8
-# Tokens of an answer before one that has paid reads, for each plain step that reading takes: free drafters show first
-# where the answer repeats the prompt, as edits do from their third or fourth token on
-WAITED_TOKENS = 0.33
 
 
-def too_early(s: RequestStats, record: DrafterRecord, start_steps: float) -> bool:
-    """`start_steps`: plain steps that reading takes as long as."""
-    return not s.named and s.tokens < (WAITED_TOKENS * start_steps if record.has_paid(s.kind) else FIRST_TOKENS)
+def too_early(s: RequestStats, record: DrafterRecord) -> bool:
+    return not s.named and s.tokens < FIRST_TOKENS and not record.has_paid(s.kind)

@@ -3,11 +3,11 @@
 import pytest
 
 from forerun.decode.control.acceptance import Acceptance, RequestStats
-from forerun.decode.control.lengths import PRIOR_ANSWER_TOKENS, PRIOR_FACTOR_ELSEWHERE
+from forerun.decode.control.lengths import PRIOR_ANSWER_TOKENS, PRIOR_FACTOR_ELSEWHERE, QUARTILE
 
 
 def test_answers_are_expected_to_last_as_others_of_their_kind():
-    known, usual = Acceptance(), int(PRIOR_ANSWER_TOKENS / PRIOR_FACTOR_ELSEWHERE)
+    known, usual = Acceptance(), int(PRIOR_ANSWER_TOKENS * PRIOR_FACTOR_ELSEWHERE**-QUARTILE)
     assert known.expected_remaining(RequestStats()) == usual
     assert known.expected_remaining(RequestStats(max_tokens=10)) == 10
     for _ in range(40):
