@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 
@@ -121,3 +122,15 @@ def test_context_of_many_sequences_is_learnt_apart():
     for tokens, seconds in CPU.items():
         assert curve.seconds(tokens) == pytest.approx(seconds, rel=0.35)
     assert curve.seconds(1, 1, 250) == pytest.approx(CPU[1] + 250e-4, rel=0.35)
+
+
+def test_a_long_prompt_is_read_in_parts_and_by_what_prompts_take():
+    curve = CostCurve({1: 1e-3, 64: 2e-3})
+    curve.start_factor = 1.5
+    assert curve.start_s(0) == 0.0 and curve.start_s(32) == pytest.approx(1.5 * curve.seconds(32))
+    curve.reading, curve.start_factor = CostCurve({128: 3e-3, 512: 5e-3}), 1.0
+    assert curve.start_s(32) == curve.seconds(32)  # runs as rounds do
+    assert curve.start_s(320) == pytest.approx(4e-3)
+    assert curve.start_s(2 * 512 + 128) == pytest.approx(13e-3)
+    again = CostCurve.from_record(json.loads(json.dumps(curve.record())))
+    assert again.start_s(320) == pytest.approx(4e-3)

@@ -45,7 +45,7 @@ MISSED = {
     ("h200, its host", "code"): 0.94,
     ("h200, its host", "edits"): 0.8,
     ("h200", "maths"): 0.88,
-    ("h200, its host", "maths"): 0.94,
+    ("h200, its host", "maths"): 0.92,
     ("h200", "chat"): 0.94,
     ("cores", "code"): 0.93,
     ("fast cores", "code"): 0.92,
@@ -71,7 +71,7 @@ def test_a_first_request_is_never_below_plain_and_near_the_best_drafter(drafters
     least = 1.2 if machine == "h200, its host" else 1.25  # an untrained draft model gains nothing there
     assert fmean(possible) >= least  # what there is to gain here
     assert fmean(gained) >= least
-    assert fmean(gained) >= (0.92 if machine == "h200" else 0.94) * fmean(possible)  # edits, as above
+    assert fmean(gained) >= (0.92 if machine.startswith("h200") else 0.94) * fmean(possible)  # edits, as above
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -268,6 +268,16 @@ def test_a_drafter_that_gives_less_than_was_planned_is_left_alone_unless_it_is_n
     assert controller.plan_rounds(batch, "parallel", [0.0]) is None
     state.stats.named = True
     assert controller.plan_rounds(batch, "parallel", [0.0]) is not None
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("accepted", [0.15, 0.45])
+def test_a_file_whose_acceptance_is_wrong_for_a_text_is_found_out(accepted: float, machine: str) -> None:
+    """The file has 0.8 for code: a first answer pays for reading and some drafts, and the ones after it for less."""
+    wrong = Category("code", accepted, accepted, (0.01, 0.0, 4), tokens=256)
+    world, costs = World(MACHINES[machine], AUTO), MACHINES[machine]
+    ratios = [sum(plain_s(costs, [Text(wrong, n)])) / world.answer([Text(wrong, n)])[0] for n in range(6)]
+    assert min(ratios) >= 0.94 and ratios[-1] >= 0.95
 
 
 def test_what_a_model_drafted_too_is_no_gain_of_a_free_drafter() -> None:
