@@ -147,10 +147,16 @@ class Speculator:
         self._merge([task for task in tasks if task.max_nodes > 0])
 
     def _open_step(self, state: SpeculationState) -> None:
-        if state.drafts and not state.followed:  # no node paid, so the step was launched: what they were worth shows
-            state.followed, state.followed_from = state.drafts, len(state.context.tokens)
+        self._follow(state)
         state.drafts, state.free_run_s, state.beside, state.beside_at = [], {}, [], -1
         state.refine_kind(self.ctx.tokenizer)
+
+    @staticmethod
+    def _follow(state: SpeculationState) -> None:
+        """What its last drafts were worth shows though none is verified: the step is launched without them."""
+        if state.drafts and not state.followed:
+            state.followed, state.followed_from = state.drafts, len(state.context.tokens)
+        state.drafts = []
 
     def draft(self, tasks: list[DraftTask]) -> PaidPlan | None:
         """Give each task a draft, which may be empty; or none, and the plan of steps that draft on the device."""
@@ -170,6 +176,7 @@ class Speculator:
         if len(with_room) == len(tasks) and (plan := self.plan_on_device(tasks, spent_s, unasked)):
             for task in tasks:
                 task.draft = Draft()
+                self._follow(task.spec_state)
             return plan
         before = time.perf_counter()
         forwards_s = self._run_paid(with_room, context, start)
