@@ -18,6 +18,7 @@ import torch
 
 from forerun.core import Draft, SamplingParams, Usage
 from forerun.core.progress import counter
+from forerun.decode.control.acceptance import ELSEWHERE
 from forerun.decode.control.controller import Controller, DraftedBatch, PaidPlan, RequestStats
 from forerun.decode.control.cost import PROBED_STEPS, TIMED_CONTEXTS, TIMED_STARTS, TIMED_TOKENS, CostCurve, Slowdown
 from forerun.decode.control.kinds import kind_of
@@ -26,6 +27,7 @@ from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters import Drafter, DraftRequest, find, registered
 from forerun.decode.drafters.model import ModelDrafter
 from forerun.decode.sampling import Context
+from forerun.decode.tree import path_probs
 from forerun.decode.verifiers.base import Verifier
 from forerun.errors import BadRequest, ForerunError, OutOfPages
 from forerun.text.tokenizer import Tokenizer
@@ -102,6 +104,11 @@ class DraftTask:
     def covered(self) -> float:
         """The probability that a candidate has the next token."""
         return max((d.probs[0] for d in self.candidates), default=0.0)  # a drafter's first node is its most probable
+
+    @property
+    def offered(self) -> float:
+        """Tokens that the best candidate is expected to have right."""
+        return max((sum(path_probs(d)) for d in self.candidates), default=0.0)
 
     def held_plan(self, drafter: str) -> PaidPlan | None:
         """What the step before planned, where that still holds: one step less from now on."""
@@ -201,6 +208,9 @@ class DrafterPool:
             drafter = _kind(name)(self.ctx)
             if drafter.elsewhere and name not in self.controller.slowdowns:
                 self.controller.slowdowns[name] = self._slowdown(drafter)
+            if drafter.elsewhere_model:  # what is accepted depends on it, not on its address
+                records = self.controller.acceptance.records
+                records[name] = records[ELSEWHERE + drafter.elsewhere_model]
             if not drafter.free:
                 known = self.controller.drafters.get(name) or self._round_costs(drafter)
                 self.controller.drafters[name] = known

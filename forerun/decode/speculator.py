@@ -222,14 +222,14 @@ class Speculator:
         """`beside` a step in flight it costs nothing, and its outcome counts only as far as plain steps show it.
         `every` drafter runs, whether it is expected to pay or not."""
         least = self.controller.min_grown_prob() if tasks else 0.0
-        every = every or beside or self._left
+        every, runs = every or beside or self._left, self.controller.should_run
         for drafter, own in self._by_drafter(tasks, free=True):
             able = [t for t in own if drafter.can_sample or not t.spec_state.sampled]
-            runs = self.controller.should_run
             chosen = [
                 t
                 for t in able
-                if (every and t.covered < MAX_COVERED) or runs(t.spec_state.stats, drafter.name, t.covered)
+                if (every and t.covered < MAX_COVERED)
+                or runs(t.spec_state.stats, drafter.name, t.covered, drafter.elsewhere and t.offered)
             ]
             if not chosen:
                 continue

@@ -50,6 +50,7 @@ SHAPE_OBSERVATIONS = 32.0  # of a depth, before acceptance there is taken to dif
 FREE_PRIOR_TOKENS, FREE_PRIOR_RUNS = 0.5, 6.0
 # The same of a model elsewhere, less what verifying them takes
 ELSEWHERE_PRIOR_TOKENS, ELSEWHERE_PRIOR_REST = {"code": 0.8, "numbers": 0.5}, 0.3
+ELSEWHERE = "elsewhere "  # before the model's name: the record of all servers of it
 RECENT_DECAY = 0.9  # per step, of what free drafts gave a request of late
 NOT_FREE_STEPS = 4.0  # without a free draft, that are taken to have been before: one long copy shows little
 
@@ -418,7 +419,7 @@ class Acceptance(AnswerLengths):
         own.asked = 0
 
     def stats(self) -> dict[str, Any]:
-        return {name: record.stats() for name, record in self.records.items()}
+        return {name: record.stats() for name, record in self.records.items() if not name.startswith(ELSEWHERE)}
 
 
 class StoppingRule:

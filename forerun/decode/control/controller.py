@@ -39,7 +39,7 @@ from forerun.decode.control.host import HostTime
 from forerun.decode.control.on_device import OnDevice
 from forerun.decode.control.selection import StepCosts
 from forerun.decode.control.start import EXPLORE_PAID_SHARE, FIRST_TOKENS, too_early
-from forerun.decode.control.waiting import Turn, Waiting
+from forerun.decode.control.waiting import READ_ELSEWHERE_PRIOR_S, Waiting
 
 __all__ = ["Controller", "DraftedBatch", "PaidPlan", "RequestStats"]
 
@@ -53,7 +53,6 @@ START_OUTCOMES, ALONE_OUTCOMES = 2.0 * MAX_KIND_OBSERVATIONS, 1e9
 ASKED_SEQUENCES = 8  # decided for in a step where none was drafted for in the last: the others' turn comes later
 RUN_PRIOR_S = 30e-6  # of a free drafter for one sequence, before it ran
 READ_PRIOR_S = 0.5e-6  # and for a token of its prompt, which its first run reads
-READ_ELSEWHERE_PRIOR_S = 3e-3  # the same of a draft server, on one core
 MAX_DRAFT_PLAIN_STEPS = 4.0  # drafting time that counts, in plain steps; more was a start, which does not recur
 MAX_GROWN_PROB, MIN_GROWN_PROB = 0.2, 0.02  # path probability below which free drafters need not grow a node
 RECENT_DECISIONS = 256
@@ -136,10 +135,12 @@ class Controller(Waiting, OnDevice):
         self.decisions.append(Decision(n, context, "", 0, n, n, plain_s, plain_s, why))
         return False
 
-    def should_run(self, stats: RequestStats, drafter: str, covered: float = 0.0) -> bool:
+    def should_run(self, stats: RequestStats, drafter: str, covered: float = 0.0, offered: float = 0.0) -> bool:
         """Whether a free drafter runs for a sequence in this step; `covered`: the probability that drafters before it
-        have the next token already."""
+        have the next token already, `offered`: the tokens that these are expected to have."""
         assert self._step is not None
+        if (slowdown := self.slowdowns.get(drafter)) and slowdown.takes_turns:
+            return self.turn_pays(stats, drafter, covered, offered)
         return self._run_pays(stats, drafter, self._step.plain_s / len(self._step.stats), covered, explore=True)
 
     def _run_pays(
@@ -151,19 +152,15 @@ class Controller(Waiting, OnDevice):
             return False  # what it would gain is not verified
         record, own = self.acceptance.records[drafter], s.own[drafter]
         cost_s, read_s = record.run_s or RUN_PRIOR_S, record.read_s or READ_PRIOR_S
-        turn = Turn()
         if slowdown := self.slowdowns.get(drafter):
-            turn = self.turn(s, drafter)
-            if slowdown.takes_turns and not turn.depth:
-                return False
+            if slowdown.takes_turns:
+                return self.turn_pays(s, drafter)
             cost_s += slowdown.extra * token_s
             read_s = record.read_s or slowdown.extra * READ_ELSEWHERE_PRIOR_S
         start_s = 0.0 if own.runs else read_s * s.prompt_tokens  # which has to pay until the answer's end
         gained_s = record.run_tokens(s.kind, own, DOUBT, slowdown is not None) * (1.0 - covered) * token_s
-        if turn.depth:
-            cost_s, gained_s = 0.0, turn.gained_s * (1.0 - covered)
         lost_s = cost_s + start_s / max(1, self.acceptance.expected_remaining(s)) - gained_s
-        if lost_s <= 0.0 or (s.named and not turn.depth):
+        if lost_s <= 0.0 or s.named:
             return True
         if slowdown:
             lost_s += start_s  # all of it before the first draft

@@ -25,6 +25,8 @@ MAX_LOG_SLOWDOWN = 0.7  # of one step
 # Of steps beside a server on the same memory bus, from which the two take turns. They are timed beside single rounds;
 # reading a prompt slows them more: with 3 to 20% timed, single answers still fell to 0.72 of plain (docs/log.md)
 TURNS_SLOWDOWN = 0.03
+# The same of steps beside a prompt that is read: 1.2, 1.4 and 1.8 times as long in three runs (docs/results.md)
+READING_SLOWDOWN = 0.45
 
 MAX_ROUNDS = 16  # of a paid drafter in one step
 LOOKAHEAD_ROUNDS = 3  # within which a further round must pay: costs have steps
@@ -58,6 +60,11 @@ class Slowdown:
     def extra(self) -> float:
         """Of a step, as a share of it."""
         return max(0.0, math.exp(self._log) - 1.0)
+
+    @property
+    def extra_reading(self) -> float:
+        """The same while the server reads a prompt, before one was read."""
+        return max(self.extra, READING_SLOWDOWN) if self.takes_turns else self.extra
 
     @property
     def takes_turns(self) -> bool:

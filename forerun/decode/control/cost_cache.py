@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from forerun.decode.control.acceptance import DrafterRecord
+from forerun.decode.control.acceptance import ELSEWHERE, DrafterRecord
 from forerun.decode.control.controller import Controller
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.drafters import registered
@@ -29,6 +29,7 @@ MIN_OBSERVATIONS = 64  # steps of a process that count against what was timed
 MAX_DRIFT = 0.4  # log of the factor between timed and observed seconds: 1.5
 LEARNT_VERSION = 6  # of the records of acceptance: others are not read
 MAX_KINDS = 16  # of prompts, in a file
+MAX_RECORDS = 64  # of drafters there: servers name their models as they like
 
 
 def folder() -> Path:
@@ -93,6 +94,9 @@ class CostCache:
             controller.acceptance.paid_gains.load(found["paid_gains"])
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return
+        for name, record in records.items():
+            if name.startswith(ELSEWHERE):
+                record.run_s = record.read_s = 0.0  # of another server, perhaps
         controller.acceptance.records.update(records)
         controller.acceptance.lengths.update(lengths)
 
@@ -102,10 +106,11 @@ class CostCache:
         drafters = {
             name: record.record()
             for name, record in known.records.items()
-            if _is_ours(name) and len(record.kinds) <= MAX_KINDS
+            if (_is_ours(name) or name.startswith(ELSEWHERE)) and len(record.kinds) <= MAX_KINDS
         }
         if not any(record.observations for record in known.records.values()):
             return
+        drafters = dict(list(drafters.items())[-MAX_RECORDS:])
         lengths = dict(list(known.lengths.items())[:MAX_KINDS])
         found: dict[str, Any] = {"version": LEARNT_VERSION, "key": self._learnt_key, "files": self._files}
         found |= {"lengths": lengths, "drafters": drafters}

@@ -19,6 +19,9 @@ MAX_TURN_DEPTH = 16  # of a draft that is waited for whole
 NAMED_SHARE = 0.02  # of an answer's time, that drafts in turn may lose where the request names their drafter
 MIN_TURN_PATH = 0.05  # probability of a path below which no deeper draft is planned for
 MAX_RAW_PROB = 0.98  # that a server's own probability has to have: by it alone none is certain
+# Of an answer, before a server is given its prompt: edits copy from their third or fourth token on
+FIRST_READ_TOKENS = 4
+READ_ELSEWHERE_PRIOR_S = 4e-3  # of a server for a token of a prompt: 3 ms on one core, beside the target's steps more
 TURN_PATIENCE = 2.0  # times what a draft is expected to take, until the step goes on without it
 
 
@@ -30,6 +33,8 @@ class Turn(NamedTuple):
     gained_s: float = 0.0  # over plain steps for as many tokens
     draft_s: float = 0.0  # until it is here
     least: float = 1.0  # probability of a path
+    tokens: float = 1.0  # expected of it, with the one that comes anyway
+    sure_s: float = 0.0  # what a token of it gains by a lower bound of acceptance
 
 
 def best_turn(
@@ -47,7 +52,7 @@ def best_turn(
         if tokens / seconds > best_rate:
             best_rate = tokens / seconds
             more_s = round_s + verify_s(2 + depth) - verify_s(1 + depth)
-            best = Turn(depth, tokens * plain_s - seconds, draft_s, min(1.0, best_rate * more_s))
+            best = Turn(depth, tokens * plain_s - seconds, draft_s, min(1.0, best_rate * more_s), tokens)
         if path < MIN_TURN_PATH:
             break
     return best
@@ -74,17 +79,33 @@ class Waiting:
         waited for, so it has to pay by a lower bound of acceptance; where the request names the drafter and its server
         has read the prompt the mean will do, as long as what drafts have lost stays small."""
         assert self._step is not None
-        assert self._step is not None
         slowdown = self.slowdowns[drafter]
         if not slowdown.takes_turns:
             return Turn()
         low, mean = (self._best_turn(s, drafter, doubt) for doubt in (DOUBT, 0.0))
         if low.depth:
-            return mean._replace(gained_s=low.gained_s)
+            return mean._replace(sure_s=low.gained_s / low.tokens)
         token_s = self._step.plain_s / len(self._step.stats)
         bearable_s = NAMED_SHARE * (s.plain_s + self.acceptance.expected_remaining(s) * token_s)
         known = s.named and s.own[drafter].runs > 0.0
         return mean if known and s.taken_s - s.plain_s + mean.draft_s <= bearable_s else low
+
+    def turn_pays(self, s: RequestStats, drafter: str, covered: float = 0.0, offered: float = 0.0) -> bool:
+        """Whether the target waits for a draft in turn (`turn`), beside what is drafted already: with the probability
+        `covered` that has the next token, and `offered` tokens are expected of it. A server that has yet to read the
+        prompt does so beside steps that it slows down, which each token left has to win back by its part: against what
+        tokens take here without the server, as free drafters may do as well."""
+        assert self._step is not None
+        turn, plain_s = self.turn(s, drafter), self._step.plain_s
+        record, own = self.acceptance.records[drafter], s.own[drafter]
+        if not turn.depth:
+            return False
+        if own.runs:
+            return s.named or turn.gained_s >= min(covered * (turn.tokens - 1.0), offered) * plain_s
+        if s.tokens < FIRST_READ_TOKENS and not s.named:
+            return False
+        read_s = (record.read_s or self.slowdowns[drafter].extra_reading * READ_ELSEWHERE_PRIOR_S) * s.prompt_tokens
+        return (turn.sure_s - (1.0 - s.share_not_free) * plain_s) * max(1, self.acceptance.expected_remaining(s)) >= read_s
 
     def _best_turn(self, s: RequestStats, drafter: str, doubt: float) -> Turn:
         assert self._step is not None

@@ -71,6 +71,7 @@ class Drafter(ABC):
     can_sample: ClassVar[bool] = False  # can draw at random and return its distribution (`DraftRequest.sampled`)
     elsewhere: ClassVar[bool] = False  # a model computes in another process while the target's steps go on,
     shares_memory: bool = False  # on the target's memory bus
+    elsewhere_model: str = ""  # of one elsewhere: what its server calls its model, whatever the address
     max_context: int = 1 << 30  # of paid drafters: tokens that their model's context holds
     stops_on_device: bool = False  # stops by `DraftRequest.min_path_probs`, not by `DraftRequest.keep_drafting`
     max_unread_tokens: int = 8  # of paid drafters: as many run along in the first round and cost nothing extra

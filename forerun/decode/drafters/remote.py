@@ -187,6 +187,7 @@ class RemoteDrafter(Drafter):
         for link in self.links:
             link.wait_attempted(FIRST_ANSWER_S)
         refusals = [f"{link.address}: {link.refusal}" for link in self.links if link.refusal]
+        self.elsewhere_model = next((link.welcome.model[:120] for link in self.links if link.welcome is not None), "")
         if len(refusals) == len(self.links):
             self.close()
             raise BadRequest(f"no drafts from {'; '.join(refusals)}", "name a draft server for this model and key")

@@ -13,6 +13,7 @@ import pytest
 from forerun import LLM, SamplingParams, loading
 from forerun.core import Draft
 from forerun.decode.control import cost_cache
+from forerun.decode.control.acceptance import ELSEWHERE
 from forerun.decode.control.controller import Controller
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.control.cost_cache import MIN_OBSERVATIONS, CostCache
@@ -162,6 +163,20 @@ def test_what_was_accepted_is_known_at_the_next_start_of_any_machine() -> None:
     other = controller()
     CostCache(["weights", "file"], [Path(__file__)], accepts_by=2).load_learnt(other)
     assert not other.acceptance.records
+
+
+def test_what_servers_of_a_model_gave_is_kept_without_their_times() -> None:
+    found = taught()
+    name = ELSEWHERE + "small"
+    found.acceptance.records[name] = found.acceptance.records["remote:host:1"] = found.acceptance.records["model"]
+    found.acceptance.records[name].read_s = 0.004
+    assert name not in found.acceptance.stats()
+    cache().store_learnt(found)
+    other = controller()
+    cache().load_learnt(other)
+    assert set(other.acceptance.records) == {"model", "lookup", name}  # no addresses
+    assert other.acceptance.records[name].kinds == found.acceptance.records["model"].kinds
+    assert (other.acceptance.records[name].run_s, other.acceptance.records[name].read_s) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("damage", ["version", "key", "drafters", "text"])
