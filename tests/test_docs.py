@@ -30,11 +30,15 @@ def test_the_research_readme_lists_every_study_and_script() -> None:
     assert len(names) > 20 and [name for name in names if not re.search(rf"\b{name}\b", page)] == []
 
 
-EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "speculation.md").read_text(), re.DOTALL)
+EXAMPLES = [
+    example
+    for page in ("speculation.md", "structured.md")
+    for example in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+]
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_examples_of_the_speculation_page_run(example: str, smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_of_two_pages_run(example: str, smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known = dict(_REGISTRY)
     exec(compile(example, "example", "exec"), {})
     _REGISTRY.clear()

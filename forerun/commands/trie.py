@@ -17,6 +17,8 @@ from forerun.errors import BadRequest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from forerun.text.tokenizer import Tokenizer
+
 DEFAULT_K = 10
 
 app = typer.Typer(no_args_is_help=True, help="Lists of allowed answers: make their files, and rank them.")
@@ -38,20 +40,22 @@ def build(
     from rich.console import Console
 
     from forerun.core.progress import status
+    from forerun.decode.remote.protocol import vocabulary_digest
     from forerun.decode.trie import TokenTrie
     from forerun.models.fetch.store import resolve
     from forerun.models.formats.checkpoint import open_checkpoint
 
-    found: list[Callable[[str], list[int]]] = []
+    found: list[Tokenizer] = []  # opened for the first text
 
     def encode(text: str) -> list[int]:
         if not found:
-            found.append(open_checkpoint(resolve(model)).tokenizer().encode)
-        return found[0](before + text)
+            found.append(open_checkpoint(resolve(model)).tokenizer())
+        return found[0].encode(before + text)
 
     with status(f"reading {items.name}", Console(stderr=True)):
         names, sequences, repeated = read_items(items, encode)
         trie = TokenTrie.build(sequences, names)
+        trie.vocabulary = vocabulary_digest(found[0]).hex() if found else ""
         trie.save(out)
     left_out = f"; repeated lines left out: {repeated:,}" if repeated else ""
     print(f"{out}: {trie.num_items:,} items, {len(trie):,} nodes, {out.stat().st_size / 1e6:.1f} MB{left_out}")

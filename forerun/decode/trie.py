@@ -28,9 +28,11 @@ _ARRAYS = {"tokens": np.int32, "starts": np.int32, "items": np.int32, "offsets":
 
 class TokenTrie:
     """`tokens`[i]: the token of node i. `starts`[i] to `starts`[i + 1]: its children. `items`[i]: the item that ends
-    there, or -1. `offsets` and `names`: the items' names as UTF-8, one after the other."""
+    there, or -1. `offsets` and `names`: the items' names as UTF-8, one after the other. `vocabulary`: the digest of the
+    vocabulary that made the ids from text; empty: ids are ids."""
 
-    def __init__(self, arrays: dict[str, np.ndarray], source: str = "memory") -> None:
+    def __init__(self, arrays: dict[str, np.ndarray], source: str = "memory", vocabulary: str = "") -> None:
+        self.vocabulary = vocabulary
         self.tokens, self.starts, self.items = arrays["tokens"], arrays["starts"], arrays["items"]
         self._offsets, self._names, self.source = arrays["offsets"], arrays["names"], source
         self._inner: np.ndarray | None = None
@@ -161,7 +163,8 @@ class TokenTrie:
             places[name] = (size, len(array))
             size += -(-array.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
             digest.update(array.tobytes())
-        header = json.dumps({"arrays": places, "sha256": digest.hexdigest()}).encode()
+        about = {"arrays": places, "sha256": digest.hexdigest(), "vocabulary": self.vocabulary}
+        header = json.dumps(about).encode()
         header += b" " * (-(_HEAD.size + len(header)) % _ALIGNED_BYTES)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
@@ -199,11 +202,12 @@ class TokenTrie:
             for array in arrays.values():
                 digest.update(array.data)
             whole = digest.hexdigest() == header["sha256"]
+            vocabulary = str(header.get("vocabulary", ""))
         except (ValueError, KeyError, TypeError):
             whole = False
         if not whole:
             raise BadRequest(f"the trie {path} is damaged: its checksum differs", hint)
-        return cls(arrays, str(path))
+        return cls(arrays, str(path), vocabulary)
 
 
 def _check(sequences: Sequence[Sequence[int]], lengths: np.ndarray) -> None:

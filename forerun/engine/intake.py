@@ -10,6 +10,8 @@ import struct
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from forerun.core import SamplingParams
 from forerun.decode.edit_answer import EditAnswer
 from forerun.decode.grammar import AnswerGrammar, GrammarCompiler
 from forerun.decode.language import Languages
+from forerun.decode.remote.protocol import vocabulary_digest
 from forerun.decode.speculator import Speculator
 from forerun.decode.trie import TokenTrie, open_trie
 from forerun.decode.trie_answer import TrieAnswer
@@ -65,7 +68,7 @@ class Intake:
         if not params.prefill.exact:
             self.speculative_prefill.check(params.prefill, len(prompt_ids))
         if params.grammar is not None and params.grammar.kind == "trie":
-            TrieAnswer(open_trie(params.grammar.source), vocab, self.end_ids)
+            TrieAnswer(self.open_trie(params.grammar.source), vocab, self.end_ids)
         elif params.grammar is not None and params.grammar.kind == "edit":
             self.constraint(params.grammar)
         elif params.grammar is not None:
@@ -104,7 +107,7 @@ class Intake:
             hint = "use sampling='masked' here"
             raise BadRequest("sampling 'conditional' looks ahead, and this request came without", hint)
         if grammar.kind == "trie":
-            return TrieAnswer(open_trie(grammar.source), self.model.vocab_size, self.end_ids)
+            return TrieAnswer(self.open_trie(grammar.source), self.model.vocab_size, self.end_ids)
         if grammar.kind == "edit":
             return EditAnswer(grammar, self.grammars)
         return self.grammars.constraint(grammar)
@@ -112,10 +115,22 @@ class Intake:
     def trie(self, grammar: Grammar) -> TokenTrie | None:
         """All answers of a grammar; None where there are too many to list."""
         if grammar.kind == "trie":
-            return open_trie(grammar.source)
+            return self.open_trie(grammar.source)
         if self._languages is None:
             self._languages = Languages(self.grammars)
         return self._languages.trie(grammar)
+
+    def open_trie(self, trie: TokenTrie | str | Path) -> TokenTrie:
+        """An open one or its file; raises where its ids were made of text by another tokenizer."""
+        found = trie if isinstance(trie, TokenTrie) else open_trie(trie)
+        if found.vocabulary and self.tokenizer is not None and found.vocabulary != self._vocabulary:
+            hint = "build it with this model's: forerun trie build ITEMS -o FILE -m MODEL"
+            raise BadRequest(f"the trie {found.source} was built with another model's tokens", hint)
+        return found
+
+    @cached_property
+    def _vocabulary(self) -> str:
+        return vocabulary_digest(self.tokenizer).hex()
 
     @property
     def end_ids(self) -> list[int]:

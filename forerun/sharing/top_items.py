@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from forerun.core import ROOT, SamplingParams
-from forerun.decode.trie import TokenTrie, open_trie
+from forerun.decode.trie import TokenTrie
 from forerun.decode.trie_answer import check_vocabulary
 from forerun.errors import BadRequest
 from forerun.llm import LLM
@@ -62,7 +62,7 @@ def top_items(
 ) -> TopItems:
     """`end`: scores include the token that ends the answer after the item. `beam`: beginnings of one length that go on;
     None: as many as it takes."""
-    trie = trie if isinstance(trie, TokenTrie) else open_trie(trie)
+    trie = llm.engine.intake.open_trie(trie)
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= trie.num_items:
         raise BadRequest(f"k is {k!r:.40}, the trie has {trie.num_items} items", "choose k from 1 to that number")
     if beam is not None and not (type(beam) is int and k <= beam <= MAX_BEAM):

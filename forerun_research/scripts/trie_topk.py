@@ -9,6 +9,10 @@ one forward over the same tree of tokens, and a row may go on to the children of
 - one that proves its items to be the best: the width is doubled until no beginning that was dropped scores above the
   k-th item. It is the masked decoding that returns what `topk` returns, and the one that `topk` is compared with.
 
+`--transformers` times masked decoding as others have it beside: `generate` of transformers with `num_beams` and
+`prefix_allowed_tokens_fn`, on the same weights in float32, of width k and doubled until the same items are found
+(catalogues whose items have one length; `--dtype float32` has both sides compute the same scores).
+
 `known items` is what no method can undercut: the ten items are given, and one forward over all of their beginnings
 scores them. `one answer` is a single greedy answer under the trie's mask through the
 engine. Exhaustive scoring runs all inner nodes of the trie for the first prompts (`--exhaustive`, minutes), in parts,
@@ -26,6 +30,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,10 +38,14 @@ import torch
 from forerun import LLM, Grammar
 from forerun.core import ROOT, SamplingParams
 from forerun.decode.trie import TokenTrie, open_trie
+from forerun.errors import BadRequest
+from forerun.models.fetch.store import resolve
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.runtime import answer_tree
 from forerun.runtime.answer_tree import AnswerTree
 from forerun.runtime.look_ahead import LookAhead
 from forerun.sharing import top_items
+from forerun_research.bench.peers.hf_model import hf_from_checkpoint
 
 PROMPTS = [
     "For the living room we recommend a",
@@ -51,6 +60,7 @@ NUMBER_PROMPTS = [
     "The bill came to a total of EUR",
 ]
 CODES, CODE_TOKENS = 256, 3
+MAX_OTHER_BEAM = 320
 EXHAUSTIVE_ITEMS = 2000  # of a part: its tree has at most some thousand nodes
 WORDS = {
     "colour": "red blue green black white yellow brown grey golden silver purple orange pink dark light",
@@ -119,6 +129,49 @@ def proven_beam(llm: LLM, ids: list[int], trie: TokenTrie, k: int) -> tuple[list
     return [ranked.item for ranked in found.items], width // 2
 
 
+def transformers_beams(
+    model: Any, ids: list[int], trie: TokenTrie, ours: list[int], seconds: float, spent: int
+) -> None:
+    """`generate` with beams of k, 2 k and so on, until it returns the items of `topk`, which took `seconds`."""
+    known: dict[tuple[int, ...], int] = {(): 0}  # beginnings -> nodes
+    k, length = len(ours), len(trie.path(int(np.flatnonzero(trie.items >= 0)[0])))
+
+    def node_of(tokens: list[int]) -> int:
+        key = tuple(tokens)
+        if key not in known:
+            known[key] = trie.child(node_of(tokens[:-1]), tokens[-1]) or 0
+        return known[key]
+
+    def allowed(batch: int, sent: torch.Tensor) -> list[int]:
+        found: list[int] = trie.tokens[trie.children(node_of(sent[len(ids) :].tolist()))].tolist()
+        return found
+
+    def beams(width: int) -> list[int]:
+        with torch.inference_mode():
+            made = model.generate(
+                torch.tensor([ids]),
+                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+                num_beams=width,
+                num_return_sequences=k,
+                max_new_tokens=length,
+                prefix_allowed_tokens_fn=allowed,
+                length_penalty=0.0,  # the score is the sum of log-probabilities, as an item's
+                do_sample=False,
+                pad_token_id=0,
+            )
+        return [int(trie.items[node_of(row[len(ids) :].tolist())]) for row in made]
+
+    width, shared = k, 0
+    while shared < k and width <= MAX_OTHER_BEAM:
+        shared = len(set(beams(width)) & set(ours))  # the first run of a width is not timed
+        took = timed(partial(beams, width), spent if width == k else 1)
+        print(
+            f"  transformers, beam of {width}: {1000 * took:.0f} ms ({took / seconds:.2f}x), {shared} of {k} the same",
+            flush=True,
+        )
+        width *= 2
+
+
 def exhaustive(llm: LLM, ids: list[int], items: list[list[int]], k: int) -> tuple[list[int], list[float]]:
     """The k best items by running every inner node, and their scores."""
     ranked: list[tuple[float, int]] = []
@@ -148,7 +201,7 @@ def timed(run: Callable[[], object], repeats: int) -> float:
     return float(np.median(times))
 
 
-def compare(llm: LLM, ids: list[int], trie: TokenTrie, k: int, repeats: int) -> list[float]:
+def compare(llm: LLM, ids: list[int], trie: TokenTrie, k: int, repeats: int, other: Any = None) -> list[float]:
     """Seconds of a beam of k, of the narrowest beam that finds the same, and of one that proves it, over `topk`'s."""
     found = llm.topk(ids, trie, k)  # also brings the prompt into the cache
     ours = [ranked.item for ranked in found.items]
@@ -157,6 +210,8 @@ def compare(llm: LLM, ids: list[int], trie: TokenTrie, k: int, repeats: int) -> 
     paths = [ranked.token_ids for ranked in found.items]
     known = timed(lambda: score_known(llm, ids, trie, paths), repeats)
     print(f"  known items: {1000 * known:.0f} ms", flush=True)
+    if other is not None:
+        transformers_beams(other, ids, trie, ours, seconds, repeats)
     ratios: list[float] = []
     width, same = k, False
     while not same:
@@ -178,6 +233,15 @@ def compare(llm: LLM, ids: list[int], trie: TokenTrie, k: int, repeats: int) -> 
     return [ratios[0], ratios[-1], spent / seconds]
 
 
+def other_model(name: str, lengths: int) -> Any:
+    """transformers' model of the same weights, in float32; `lengths`: how many lengths items have."""
+    if lengths > 1:
+        raise BadRequest("items have several lengths", "give --catalogue numbers or codes: no token ends items there")
+    model = hf_from_checkpoint(open_checkpoint(Path(resolve(name))))
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    return model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
@@ -188,13 +252,17 @@ def main() -> None:
     parser.add_argument("-k", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--transformers", action="store_true", help="also masked beams of transformers, float32")
     parser.add_argument("--forward-nodes", type=int, help="of one forward of the search, where it shall be another")
     given = parser.parse_args()
     if given.forward_nodes:
         top_items.FORWARD_NODES, answer_tree.MAX_FORWARD_NODES = given.forward_nodes, max(128, given.forward_nodes)
     ratios: list[list[float]] = []
+    opened: dict[str, Any] = {"quiet": True, "kv_cache_tokens": 32768}
     with (
-        LLM(given.model, quiet=True, kv_cache_tokens=32768, device=given.device) as llm,
+        LLM(given.model, dtype=given.dtype, threads=given.threads, device=given.device, **opened) as llm,
         tempfile.TemporaryDirectory() as folder,
     ):
         start = time.perf_counter()
@@ -203,11 +271,12 @@ def main() -> None:
         TokenTrie.build(items, names).save(path)
         trie = open_trie(path)
         print(f"{trie.num_items} items, {len(trie)} nodes, built in {time.perf_counter() - start:.1f} s")
+        other = other_model(given.model, len({len(ids) for ids in items})) if given.transformers else None
         prompts = (NUMBER_PROMPTS if given.catalogue == "numbers" else PROMPTS)[: given.prompts]
         for number, prompt in enumerate(prompts):
             print(prompt)
             ids = llm.encode(prompt)
-            ratios.append(compare(llm, ids, trie, given.k, given.repeats))
+            ratios.append(compare(llm, ids, trie, given.k, given.repeats, other))
             one = timed(partial(llm.generate, [ids], max_tokens=24, grammar=Grammar.trie(path)), given.repeats)
             print(f"  one answer under the mask: {1000 * one:.0f} ms", flush=True)
             if number < given.exhaustive:

@@ -25,6 +25,7 @@ from websockets.sync.client import connect
 from forerun import LLM, BadRequest, SamplingParams, Speculation
 from forerun.checks.lossless.forced_drafting import VerifyAllDrafts, all_drafts_verified
 from forerun.checks.lossless.remote import made_up_tree
+from forerun.decode.control.acceptance import ELSEWHERE
 from forerun.decode.drafters.remote import RemoteDrafter, RoundTrips
 from forerun.decode.remote.protocol import (
     DraftOrder,
@@ -237,6 +238,14 @@ def test_steps_are_timed_beside_a_server_of_this_machine(small: LLM, target: LLM
     assert drafter.time_beside(lambda: 1.0) is None  # it is gone
 
 
+def test_acceptance_is_that_of_a_servers_model_at_any_address(small: LLM, target: LLM) -> None:
+    records = target.engine.speculator.controller.acceptance.records
+    with running(small) as (_, one), running(small) as (_, two):
+        for name in (names := [f"remote:127.0.0.1:{port}" for port in (one, two)]):
+            connect_drafter(target, name)
+        assert records[names[0]] is records[names[1]] is records[ELSEWHERE + small.model]
+
+
 def test_auto_uses_a_remote_draft_model(small: LLM, tiny_folder: Callable[[str], Path]) -> None:
     with running(small) as (_, port):
         name = f"remote:127.0.0.1:{port}"
@@ -343,7 +352,7 @@ def test_an_address_where_nobody_listens_is_named_once(target: LLM, caplog: pyte
 
 
 def test_names_that_are_no_address_are_refused(target: LLM) -> None:
-    for name in ("remote:", "remote:http://a", "remote:a b"):
+    for name in ("remote:", "remote:http://a", "remote:a b", "remote:a", "remote:a:b", "remote:a:1,b"):
         with pytest.raises(BadRequest, match="no address of a draft server"):
             target.generate("a", speculation=name)
 

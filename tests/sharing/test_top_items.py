@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forerun import LLM, BadRequest, recipes
+from forerun import LLM, BadRequest, Grammar, SamplingParams, recipes
 from forerun.cli import main
 from forerun.decode.trie import TokenTrie
 from forerun.sharing.scoring import score_continuations
@@ -119,6 +119,23 @@ def test_commands(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         main(["trie", "build", str(tmp_path / "items.jsonl"), "-o", str(trie)])
     assert "items.jsonl, line 1" in capsys.readouterr().err
+
+
+def test_a_trie_of_text_is_for_models_with_the_same_tokens(folder: Path, llm: LLM, tmp_path: Path) -> None:
+    (tmp_path / "items.txt").write_text("fog\na ship\n")
+    path = tmp_path / "items.trie"
+    run(["trie", "build", str(tmp_path / "items.txt"), "-o", str(path), "--model", str(folder)])
+    assert llm.topk(PROMPT, path, 2).proven
+    other = TokenTrie.open(path)
+    assert other.vocabulary
+    other.vocabulary = "00" * 16
+    other.save(path)
+    grammar = Grammar.trie(str(path))
+    for asked in (lambda: llm.topk(PROMPT, path, 2), lambda: llm.generate([PROMPT], SamplingParams(grammar=grammar))):
+        with pytest.raises(BadRequest, match="built with another model's tokens"):
+            asked()
+    other.vocabulary = ""  # ids that were no text
+    assert llm.topk(PROMPT, other, 2).proven
 
 
 def run(args: list[str]) -> None:

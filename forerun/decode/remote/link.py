@@ -50,7 +50,12 @@ def address_url(address: str) -> str:
     """HOST:PORT, or a URL for servers behind a proxy: wss://host/path."""
     url = address if "://" in address else f"ws://{address}"
     scheme, _, rest = url.partition("://")
-    if scheme not in ("ws", "wss") or not rest or rest.startswith("/") or any(c.isspace() for c in rest):
+    try:
+        port = urlsplit(url).port
+    except ValueError:  # no number, or brackets that do not close
+        port, rest = None, ""
+    missing = port is None and "://" not in address
+    if scheme not in ("ws", "wss") or missing or not rest or rest.startswith("/") or any(c.isspace() for c in rest):
         raise BadRequest(f"{address!r:.80} is no address of a draft server", "give HOST:PORT, or wss://HOST/PATH")
     return url
 
