@@ -105,7 +105,8 @@ class Waiting:
         if s.tokens < FIRST_READ_TOKENS and not s.named:
             return False
         read_s = (record.read_s or self.slowdowns[drafter].extra_reading * READ_ELSEWHERE_PRIOR_S) * s.prompt_tokens
-        return (turn.sure_s - (1.0 - s.share_not_free) * plain_s) * max(1, self.acceptance.expected_remaining(s)) >= read_s
+        gained_s = turn.sure_s - (1.0 - s.share_not_free) * plain_s
+        return gained_s * max(1, self.acceptance.expected_remaining(s)) >= read_s
 
     def _best_turn(self, s: RequestStats, drafter: str, doubt: float) -> Turn:
         assert self._step is not None
