@@ -270,6 +270,18 @@ class AllLayersKV:
                 torch.index_select(cache, 0, slots, out=out[j, i])
         return out
 
+    def move(self, base: int, places: Tensor) -> None:
+        """K/V of the layers from `base` on copied to other slots, K rotated from its old positions to new ones.
+
+        `places` [4, N] int64: slots it lies in, slots it goes to, old positions, new positions. No slot is both.
+        """
+        source, target, old, new = places.unbind()
+        rotations = {rope: table.between(old, new) for rope, table in self._ropes.items()}
+        for i in range(base, len(self._kv)):
+            keys, values = self._kv[i]
+            keys.index_copy_(0, target, rotate(keys.index_select(0, source), *rotations[self._config.layer_ropes[i]]))
+            values.index_copy_(0, target, values.index_select(0, source))
+
     def row_picker(self, rows: Tensor) -> RowPicker:
         """For tensors [T, ...] of which rows [N] are wanted."""
         return RowPicker(rows)

@@ -121,8 +121,11 @@ class Checker:
     device many small steps in every layer would cost more than what they compute.
     """
 
-    def __init__(self, runner: Runner, pages: array[int], spans: list[CheckSpan], base: int, sinks: int) -> None:
-        """`sinks`: entries at the start of the prompt that are exact."""
+    def __init__(
+        self, runner: Runner, pages: array[int], spans: list[CheckSpan], base: int, sinks: int, whole: bool = True
+    ) -> None:
+        """`sinks`: entries at the start of the prompt that are exact. `whole`: False where K/V alone is compared."""
+        self._whole = whole
         self._runner, self._decoder, self._all_layers_kv = runner, runner.decoder, runner.all_layers_kv
         self.spans, self._base = spans, base
         self._entries = np.concatenate([span.entries for span in spans])  # [C]
@@ -138,7 +141,9 @@ class Checker:
         return send(values, self._decoder.device)
 
     def among(self, entries: np.ndarray) -> np.ndarray:
-        """Which of these entries, in order, are check spans'."""
+        """Which of these entries, in order, are check spans'; none where nobody looks at their rows."""
+        if not self._whole:
+            return np.zeros(0, dtype=np.int64)
         at = np.searchsorted(self._entries, entries).clip(max=len(self._entries) - 1)
         return np.flatnonzero(self._entries[at] == entries)
 
@@ -176,9 +181,10 @@ class Checker:
         measured = self._runner.recorded(("checks", self._base, self._sinks), self._compare, *inputs).cpu().numpy()
         count, spans, base = self._decoder.config.num_layers, len(self.spans), self._base
         watched = len(self._passes[0].layers) if seen else 0
-        values = {signal: np.full((count, spans), float(signal in COSINES)) for signal in SIGNALS}
-        sizes = (count - base, count - base, watched, watched)
-        for signal, figures in zip(SIGNALS, np.split(measured, np.cumsum(sizes)[:-1]), strict=True):
+        signals = SIGNALS if self._whole else SIGNALS[:2]
+        values = {signal: np.full((count, spans), float(signal in COSINES)) for signal in signals}
+        sizes = (count - base, count - base, watched, watched)[: len(signals)]
+        for signal, figures in zip(signals, np.split(measured, np.cumsum(sizes)[:-1]), strict=True):
             values[signal][base : base + len(figures)] = figures
         finite = np.isfinite(values["key"]).all(0) & np.isfinite(values["value"]).all(0)
         return Scores(values, base, kl, finite)

@@ -157,6 +157,13 @@ def required(state: PrefillState, source: KVSource, policy: Policy) -> np.ndarra
     return np.union1d(first, source.missing(state)).astype(np.int64) if source.leaves_gaps else first
 
 
+def first_look(state: PrefillState, source: KVSource, policy: Policy) -> tuple[np.ndarray, list[CheckSpan]]:
+    """What must be computed whatever the scores, and check spans among the rest."""
+    must = required(state, source, policy)
+    spans = place(state, must[:0], must, policy)
+    return _open(state, _union(state.end, must, *(span.entries for span in spans))), spans
+
+
 def place(state: PrefillState, chosen: np.ndarray, must: np.ndarray, policy: Policy) -> list[CheckSpan]:
     """Check spans spread evenly over what is drafted, each where most of its entries are chosen anyway.
 

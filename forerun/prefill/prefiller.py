@@ -33,6 +33,7 @@ from forerun.prefill.plan import (
     PrefillPlan,
     deepen,
     expected_plan,
+    first_look,
     least_work,
     next_slice,
     plan,
@@ -243,6 +244,8 @@ class Prefiller:
                 self._read(state, left)
             elif len(state.todo):
                 self._recompute(state, left)
+            elif state.stage is PrefillStage.READING and self._can_look(state):
+                self._look(state)
             elif state.source.leaves_gaps and not state.gaps_filled:
                 self._fill_gaps(state)
             elif state.stage is PrefillStage.READING:
@@ -286,7 +289,22 @@ class Prefiller:
         state.gaps_filled = True
         state.todo = required(state, state.source, self.policy)
 
-    def _plan(self, state: PrefillState) -> None:
+    def _can_look(self, state: PrefillState) -> bool:
+        """Whether K/V may be good enough as it is, which a few spans tell, with nothing ranked and little recomputed."""
+        damage = self.profile_of(state.source.name).damage
+        asked = state.settings.budget is not None or state.report.chooser != "tail" or state.gaps_filled
+        return not asked and damage is not None and damage.usual_change is not None
+
+    def _look(self, state: PrefillState) -> None:
+        """A first round of what must be computed and of check spans, in one pass."""
+        state.gaps_filled = True
+        state.todo, state.spans = first_look(state, state.source, self.policy)
+        if state.spans:  # else there is nothing that could be compared, and the tail is asked
+            state.stage = PrefillStage.RECOMPUTING
+            self._begin_round(state, state.todo, state.spans)
+
+    def _rank(self, state: PrefillState) -> np.ndarray | None:
+        """The chooser's scores, once all is read; none where it has none."""
         start = time.perf_counter()
         if state.report.chooser == "cross":
             scores = None if self._cross is None else self._cross.scores(state)
@@ -295,6 +313,10 @@ class Prefiller:
         state.spent += self._reading_cost(state)  # all is read: what is left is the scoring
         state.report.token_layers += int(state.costs.tail) * state.layers if state.report.chooser == "tail" else 0
         state.report.read_s += time.perf_counter() - start
+        return scores
+
+    def _plan(self, state: PrefillState) -> None:
+        scores = self._rank(state)
         if scores is None:
             chooser = state.report.chooser
             made = PrefillPlan(exact=f"the source {state.source.name!r} has no scores for the chooser {chooser!r}")
@@ -328,7 +350,8 @@ class Prefiller:
         state.todo = todo
         state.report.rounds += 1
         sinks, base = min(self.policy.first, state.end), state.source.base
-        state.checker = Checker(self._runner, state.pages, spans, base, sinks) if spans else None
+        whole = self.profile_of(state.source.name).damage is None  # else V alone is looked at
+        state.checker = Checker(self._runner, state.pages, spans, base, sinks, whole) if spans else None
 
     def _recompute(self, state: PrefillState, budget: int) -> None:
         entries = state.todo[: min(budget, self._recomputer.most or budget)]
@@ -377,7 +400,7 @@ class Prefiller:
         if profile.gate is not None:
             good = scores.passed(profile.thresholds, self.policy.failing, BROKEN_FACTOR)
             return good | ((~good).sum() < BROKEN_SHARE * len(good)) & scores.finite
-        if profile.damage is None or scores.kl is None:
+        if profile.damage is None or (scores.kl is None and profile.damage.usual_change is None):
             return scores.verdict(profile.thresholds, self.policy.failing)
         value_error = float(np.nan_to_num(scores.values["value"][scores.base :], nan=1.0, posinf=1.0).mean())
         state.report.predicted_kl = round(profile.damage.predict(scores.kl, value_error), 5)
@@ -386,6 +409,10 @@ class Prefiller:
     def _take_next_slice(self, state: PrefillState, predicted_kl: float) -> None:
         """More of the same ranking, or exact prefill where that would cost more or enough was tried."""
         tried = state.report.rounds - 1
+        if not len(state.scores):  # so far it was only looked at
+            state.scores = self._rank(state)
+            if state.tail_logits is None:
+                state.tail_logits = self._tail_logits(state)
         share = self.profile_of(state.source.name).share * SLICE_GROWTH ** (tried + 1)
         todo, spans = next_slice(state, share, self.policy)
         checks = sum(span.count for span in spans)

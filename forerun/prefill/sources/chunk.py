@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.cache.pool import slots_of
+from forerun.core.batch import send
 from forerun.decode.draft_context import DraftContext
 from forerun.models.rope import rotate
 from forerun.prefill.recompute import RaggedDepthPass, Rows
@@ -67,19 +68,18 @@ class ChunkSource(KVSource):
 
     @torch.inference_mode()
     def read(self, state: PrefillState, count: int) -> None:
-        """Layer 0 of every entry, and copies of the layers above where there are any."""
-        reuse: _Reuse = state.source_state
+        """Copies of all layers where there are any: layer 0 depends on no context, so that its copy is what the target
+        would compute. What has no copy keeps what lies in its pages until it is computed, before anything after it
+        attends to it. The deviation is measured by running layer 0."""
         lo, hi = state.read, min(state.read + count, state.end)
         state.read += count
         if lo >= hi:
             return
-        for match in reuse.matches:
-            self._copy(state, match, max(lo, match.start), min(hi, match.start + match.count))
-        self._zero_missing(state, lo, hi)
-        if self._by_deviation(state):
+        by_deviation = self._by_deviation(state)
+        self._copy(state, lo, hi, self.base if by_deviation else 0)
+        if by_deviation:
             self._measure_deviation(state, lo, hi)
         else:
-            self._ragged_pass.run(self._rows(state, lo, hi, 1))
             state.depths[lo:hi] = np.maximum(state.depths[lo:hi], 1)
 
     def cost(self, tokens: int) -> float:
@@ -149,40 +149,42 @@ class ChunkSource(KVSource):
     def _slots(self, state: PrefillState, lo: int, hi: int) -> Tensor:
         return torch.from_numpy(slots_of(state.pages, lo, hi, self._pool.page_size)).to(self._decoder.device)
 
-    def _copy(self, state: PrefillState, match: ChunkMatch, lo: int, hi: int) -> None:
-        """Entries lo .. hi of a match, all layers above the first."""
+    def _copy(self, state: PrefillState, lo: int, hi: int, base: int) -> None:
+        """Entries lo .. hi as far as they have copies, the layers from `base` on: what lies in the pool at once."""
+        size, reuse = self._pool.page_size, state.source_state
+        slots, places = slots_of(state.pages, lo, hi, size), []
+        for match in reuse.matches:
+            first, end = max(lo, match.start), min(hi, match.start + match.count)
+            if first >= end:
+                continue
+            if match.stored:
+                self._copy_stored(state, match, first, end, base)
+                continue
+            new = np.arange(first, end)
+            source = match.slots[first - match.start : end - match.start]
+            places.append(np.stack((source, slots[first - lo : end - lo], new + (match.old - match.start), new)))
+        if places:
+            joined = places[0] if len(places) == 1 else np.concatenate(places, 1)
+            self._runner.all_layers_kv.move(base, send(joined, self._decoder.device))
+
+    def _copy_stored(self, state: PrefillState, match: ChunkMatch, lo: int, hi: int, base: int) -> None:
+        """Entries lo .. hi of a match that lies in tiers."""
+        assert self.index.tiers is not None
+        device, size = self._decoder.device, self._pool.page_size
+        at, end = (match.old % size + n - match.start for n in (lo, hi))  # entries from the first stored page on
+        stored = self.index.tiers.read(match.stored[at // size : -(-end // size)])  # [n, L, 2, page, Hkv, D]
+        held = min(end, (at // size + len(stored)) * size) - at
+        state.source_state.copied[lo + max(0, held) : hi] = False  # gone since it was found
+        hi = lo + max(0, held)
         if lo >= hi:
             return
-        device, attention = self._decoder.device, self._decoder.attention
-        stored, size = None, self._pool.page_size
-        if match.stored:
-            assert self.index.tiers is not None
-            at, end = (match.old % size + n - match.start for n in (lo, hi))  # entries from the first stored page on
-            stored = self.index.tiers.read(match.stored[at // size : -(-end // size)])  # [n, L, 2, page, Hkv, D]
-            held = min(end, (at // size + len(stored)) * size) - at
-            state.source_state.copied[lo + max(0, held) : hi] = False  # gone since it was found
-            hi = lo + max(0, held)
-            source = torch.arange(at % size, at % size + hi - lo, device=device)
-        else:
-            source = torch.from_numpy(match.slots[lo - match.start : hi - match.start]).to(device)
-        if lo >= hi:
-            return
-        target = self._slots(state, lo, hi)
-        new = torch.arange(lo, hi, device=device)
+        source = torch.arange(at % size, at % size + hi - lo, device=device)
+        target, new = self._slots(state, lo, hi), torch.arange(lo, hi, device=device)
         old = new + (match.old - match.start)
-        rotations = {rope: table.between(old, new) for rope, table in attention.ropes.items()}
-        for i in range(self.base, self._decoder.config.num_layers):
+        rotations = {rope: table.between(old, new) for rope, table in self._decoder.attention.ropes.items()}
+        for i in range(base, self._decoder.config.num_layers):
             k, v = self._runner.kv[i]
-            old_k, old_v = (k, v) if stored is None else (stored[:, i, part].flatten(0, 1) for part in (0, 1))
+            old_k, old_v = (stored[:, i, part].flatten(0, 1) for part in (0, 1))
             rotation = rotations[self._decoder.config.layer_ropes[i]]
             k.index_copy_(0, target, rotate(old_k.index_select(0, source), *rotation))
             v.index_copy_(0, target, old_v.index_select(0, source))
-
-    def _zero_missing(self, state: PrefillState, lo: int, hi: int) -> None:
-        """Zeros where there is no copy: rows that attend before these are computed must not read another prompt's
-        K/V."""
-        missing = torch.from_numpy(np.flatnonzero(self._uncopied(state)[lo:hi])).to(self._decoder.device)
-        slots = self._slots(state, lo, hi)[missing]
-        for layer in self._runner.kv[self.base :]:
-            for cache in layer:
-                cache.index_fill_(0, slots, 0.0)
