@@ -290,16 +290,15 @@ class Prefiller:
         state.todo = required(state, state.source, self.policy)
 
     def _can_look(self, state: PrefillState) -> bool:
-        """Whether K/V may be good enough as it is, which a few spans tell, with nothing ranked and little recomputed."""
-        damage = self.profile_of(state.source.name).damage
+        """Whether K/V may be good enough as it is: a few spans tell, with nothing ranked and little recomputed."""
         asked = state.settings.budget is not None or state.report.chooser != "tail" or state.gaps_filled
-        return not asked and damage is not None and damage.usual_change is not None
+        return not asked and self.profile_of(state.source.name).looks_first
 
     def _look(self, state: PrefillState) -> None:
         """A first round of what must be computed and of check spans, in one pass."""
         state.gaps_filled = True
         state.todo, state.spans = first_look(state, state.source, self.policy)
-        if state.spans:  # else there is nothing that could be compared, and the tail is asked
+        if state.spans:  # else nothing can be compared, and the tail is asked
             state.stage = PrefillStage.RECOMPUTING
             self._begin_round(state, state.todo, state.spans)
 
@@ -350,7 +349,7 @@ class Prefiller:
         state.todo = todo
         state.report.rounds += 1
         sinks, base = min(self.policy.first, state.end), state.source.base
-        whole = self.profile_of(state.source.name).damage is None  # else V alone is looked at
+        whole = not self.profile_of(state.source.name).looks_first  # else V alone is looked at
         state.checker = Checker(self._runner, state.pages, spans, base, sinks, whole) if spans else None
 
     def _recompute(self, state: PrefillState, budget: int) -> None:
@@ -400,7 +399,7 @@ class Prefiller:
         if profile.gate is not None:
             good = scores.passed(profile.thresholds, self.policy.failing, BROKEN_FACTOR)
             return good | ((~good).sum() < BROKEN_SHARE * len(good)) & scores.finite
-        if profile.damage is None or (scores.kl is None and profile.damage.usual_change is None):
+        if profile.damage is None or (scores.kl is None and not profile.looks_first):
             return scores.verdict(profile.thresholds, self.policy.failing)
         value_error = float(np.nan_to_num(scores.values["value"][scores.base :], nan=1.0, posinf=1.0).mean())
         state.report.predicted_kl = round(profile.damage.predict(scores.kl, value_error), 5)

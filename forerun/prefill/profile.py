@@ -31,7 +31,7 @@ _FORMAT = SignedFormat(
 CHUNK_SHARE = 0.02  # of the tokens of copied chunks, recomputed at first; more where the predicted damage is too large
 # 18 edited and reordered prompts of 900 tokens (code, essays), SmolLM2-135M and Qwen2.5-Coder-0.5B: KL after the first
 # slice is at most 1.6 times tail_change + 0.7 value_error ** 2, from 0.001 (a changed line) to 0.016 (chunks reordered)
-CHUNK_DAMAGE = DamageModel(tail_change=1.0, value_error=0.7, margin=2.0, max_kl=0.05, usual_change=0.005)
+CHUNK_DAMAGE = DamageModel(tail_change=1.0, value_error=0.7, margin=2.0, max_kl=0.05, usual_change=0.003)
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ class Profile:
     damage: DamageModel | None = None  # decides in place of the thresholds
     texts: TextReference | None = None  # what calibration's text was like
     gate: DamageGate | None = None  # predicts the damage of a drafted prompt before anything is recomputed
+
+    @property
+    def looks_first(self) -> bool:
+        """Whether drafts may be accepted by V at a few spans alone, before anything is ranked."""
+        return self.damage is not None and self.damage.usual_change is not None
 
     @cached_property
     def key(self) -> str:
