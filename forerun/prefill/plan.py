@@ -7,7 +7,7 @@ Whether that work also saves seconds on this machine is not known here (`forecas
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from forerun.models.config import ModelConfig
 from forerun.options import check_number
 from forerun.prefill.checks import CheckSpan
 from forerun.prefill.choosers import select
+from forerun.prefill.gate import DamageGate
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillState
@@ -28,6 +29,7 @@ class Policy:
     tail: int = 64  # tokens at its end that are never drafted
     shortest: int = 1536  # fewer tokens to draft are computed exactly: little is saved, and summaries lost content
     spans: int = 4  # check spans
+    gated_spans: int = 2  # beside a gate, which decides by other signs: spans find broken drafts, of which all are
     span: int = 16  # entries of each
     deepenings: int = 2  # further rounds of recomputing where checks fail
     failing: float = 0.25  # share of a span's layers that may fail
@@ -35,11 +37,15 @@ class Policy:
     chunk: int = 512  # tokens that a source reads at once on a CPU, where more would leave its caches
 
     def __post_init__(self) -> None:
-        for name in ("first", "shortest", "spans", "deepenings"):
+        for name in ("first", "shortest", "spans", "gated_spans", "deepenings"):
             check_number(f"policy: {name}", getattr(self, name), 0, whole=True)
         for name in ("tail", "span", "first_check_tokens", "chunk"):
             check_number(f"policy: {name}", getattr(self, name), 1, whole=True)
         check_number("policy: failing", self.failing, 0.0, 1.0)
+
+    def beside(self, gate: DamageGate | None) -> Policy:
+        """What holds for drafts of a profile with or without a gate."""
+        return self if gate is None else replace(self, spans=min(self.spans, self.gated_spans))
 
 
 @dataclass
@@ -109,6 +115,7 @@ def plan(
     spent: float = 0.0,
 ) -> PrefillPlan:
     """`spent`: work done so far, reading included. Without scores, what it is going to cost: any tokens will do."""
+    policy = policy.beside(profile.gate)
     must = required(state, source, policy)
     free = np.zeros(state.end, dtype=bool)
     free[max(state.first, policy.first) :] = True
@@ -136,6 +143,7 @@ def expected_plan(
 ) -> PrefillPlan:
     """What drafting is going to cost, or why exact prefill is taken instead, before anything is read. The same as
     `plan` without scores; for a prompt whose entries are all alike it needs no arrays of them."""
+    policy = policy.beside(profile.gate)
     begun = state.x is not None and state.x.shape[0] > 0
     if begun or source.leaves_gaps or state.depths[state.first :].any():
         return plan(state, None, profile, source, costs, policy, spent)

@@ -74,7 +74,8 @@ class Prefiller:
         self._make, self._cross = make, cross
         self._chunk_profile = profile if profile.kind == "chunk" else chunk_profile()
         self._runner, self._config = ctx.runner, ctx.runner.decoder.config
-        self._ragged_pass, self._recomputer = RaggedDepthPass(ctx.runner), Recomputer(ctx.runner, self.policy)
+        self._ragged_pass = RaggedDepthPass(ctx.runner)
+        self._recomputer = Recomputer(ctx.runner, self.policy.beside(profile.gate))
         self._sources: dict[str, KVSource] = {}
         self.forecast = PrefillForecast(ctx.runner.decoder.device.type)
         warm_up(ctx.runner, self.policy.tail)
@@ -103,7 +104,7 @@ class Prefiller:
         except ForerunError as error:
             return error
         problem = chooser_problem(chooser_for(settings.chooser), source.name, self._cross is not None)
-        problem = problem or refusal_of(source, num_tokens) or self._quality_problem(settings, source.name)
+        problem = problem or source.refusal(num_tokens) or self._quality_problem(settings, source.name)
         if problem is not None or settings.budget is None or num_tokens < self.policy.shortest + self.policy.tail:
             return problem
         least = self._least_cost(settings, source, num_tokens)
@@ -131,7 +132,8 @@ class Prefiller:
         end, layers = num_tokens - self.policy.tail, self._config.num_layers
         state = PrefillState(-1, array("i", bytes(4 * num_tokens)), array("i"), 0, end, settings, layers)
         self._assign(state, source)
-        least = least_work(state, np.arange(self.policy.first), state.costs, self.policy)
+        policy = self.policy.beside(self.profile_of(source.name).gate)
+        least = least_work(state, np.arange(policy.first), state.costs, policy)
         work = self._reading_cost(state) + least
         return max(work / num_tokens, min((point.cost for point in self.profile_of(source.name).curve), default=0.0))
 
@@ -273,9 +275,11 @@ class Prefiller:
             self._first_check(state)
 
     def _first_check(self, state: PrefillState) -> None:
-        """Check a first span, so that a prompt whose drafts are no good is not read to its end."""
-        state.first_checked = True
-        if not self.profile.thresholds or state.source.leaves_gaps:  # a gap is no sample of the rest
+        """Check a first span, so that a prompt whose drafts are no good is not read to its end. A text that is like the
+        profile's has good ones, as far as its gate knows, and a gap is no sample of the rest."""
+        state.first_checked, profile, drift = True, self.profile_of(state.source.name), state.report.drift
+        known = profile.gate is not None and drift is not None and drift <= 1.0
+        if known or not profile.thresholds or state.source.leaves_gaps:
             return
         scores, entries = self._recomputer.first_check(state)
         state.spent += state.costs.rows(entries) + state.costs.checks(self.policy.span)
@@ -442,11 +446,3 @@ class Prefiller:
         logits = self._ragged_pass.run(tail_rows(state, state.source.base, COMPARED_TOKENS)).logits.clone()
         state.filled, state.logits, state.tail_ran = len(state.tokens) - 1, logits[-1:], True
         return logits
-
-
-def refusal_of(source: KVSource, tokens: int) -> BadRequest | None:
-    """Why a source cannot draft a prompt of so many tokens."""
-    if source.max_tokens is None or tokens <= source.max_tokens:
-        return None
-    hint = "shorten it, or allow exact prefill for such prompts: allow_exact=True (--allow-exact)"
-    return BadRequest(f"the prompt has {tokens} tokens, the draft model reads at most {source.max_tokens}", hint)

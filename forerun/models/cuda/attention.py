@@ -8,8 +8,6 @@ host-side lengths and tables only, so nothing here waits for the device.
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,21 +30,12 @@ class PagedAttention(AttentionBackend):
     large batches and long prompts, where the promise would cost more than 5%."""
 
     share_prefix = True
-    flash_windows = (
-        False  # whether windows of fresh prompts are flash attention's too: other bits than the paged kernel's
-    )
 
     def __init__(
         self, config: ModelConfig, device: torch.device, max_context: int, batch_invariant: bool | None = False
     ) -> None:
         super().__init__(config, device, max_context)
         self.batch_invariant = batch_invariant
-
-    def narrowed(self, window: int, wide: int) -> Self:
-        """What reads drafts alone: no bits are promised."""
-        other = super().narrowed(window, wide)
-        other.flash_windows = True
-        return other
 
     def plan(self, batch: TokenBatch) -> None:
         if batch.host is not None and batch.host.prompt:
@@ -96,8 +85,6 @@ class PagedAttention(AttentionBackend):
         batch, window = self._batch, self.config.windows[layer]
         if self._fresh is not None and (window is None or batch.num_tokens <= window):
             return self._flash(q, kv, self._fresh)
-        if self._fresh is not None and self.flash_windows:
-            return self._flash_window(q, kv, self._fresh, window)
         out = paged_attention(
             q,
             kv[0],
@@ -119,12 +106,3 @@ class PagedAttention(AttentionBackend):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, kv[0][slots], kv[1][slots]))  # [1, H, T, D]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.config.scale, enable_gqa=True)
         return out[0].transpose(0, 1).reshape(q.shape[2], -1)
-
-    def _flash_window(self, q: Tensor, kv: tuple[Tensor, Tensor], slots: slice, window: int) -> Tensor:
-        """torch's own kernel too, by the name below its public one, which knows no windows. On a GPU only."""
-        tokens, (k, v) = q.shape[0], (cache[slots][None] for cache in kv)
-        out = torch.ops.aten._flash_attention_forward(
-            *(q[None], k, v, None, None, tokens, tokens, 0.0, True, False),
-            scale=self.config.scale, window_size_left=window - 1, window_size_right=0,
-        )[0]  # fmt: skip
-        return out[0].reshape(tokens, -1)

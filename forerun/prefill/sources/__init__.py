@@ -27,6 +27,13 @@ class KVSource(ABC):
     leaves_gaps: bool = False  # whether `missing` may have entries
     min_length_scale: float = 1.0  # of the policy's shortest prompt: less where reading costs next to nothing
 
+    def refusal(self, tokens: int) -> BadRequest | None:
+        """Why it cannot draft a prompt of so many tokens."""
+        if self.max_tokens is None or tokens <= self.max_tokens:
+            return None
+        hint = "shorten it, or allow exact prefill for such prompts: allow_exact=True (--allow-exact)"
+        return BadRequest(f"the prompt has {tokens} tokens, the draft model reads at most {self.max_tokens}", hint)
+
     def open(self, state: PrefillState) -> None:  # noqa: B027 (optional)
         """Prepare for a prompt before anything runs; may advance `state.read` past what need not be read."""
 
