@@ -60,6 +60,10 @@ class AttentionBackend(ABC):
         other.config = self.config.narrowed(window, wide)
         return other
 
+    def for_drafts(self) -> Self:
+        """One for the same caches that may round more where that is faster; itself where there is no such way."""
+        return self
+
     def forget(self) -> None:  # noqa: B027 (most keep nothing)
         """Drop copies of K/V, after what is not a number has been in the cache."""
 

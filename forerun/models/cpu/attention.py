@@ -8,6 +8,7 @@ and nothing of requests.
 from __future__ import annotations
 
 import ctypes
+from copy import copy
 from typing import Self
 
 import numpy as np
@@ -32,6 +33,7 @@ class PagedCpuAttention(AttentionBackend):
     """
 
     share_prefix = True
+    _drafts = False  # whether long pieces may be computed in bfloat16, where the CPU does that at once
 
     def __init__(self, config: ModelConfig, device: torch.device, max_context: int) -> None:
         super().__init__(config, device, max_context)
@@ -51,6 +53,11 @@ class PagedCpuAttention(AttentionBackend):
     def narrowed(self, window: int, wide: int) -> Self:
         other = super().narrowed(window, wide)
         other._fused = None  # it holds the layers' windows
+        return other
+
+    def for_drafts(self) -> Self:
+        other = copy(self)
+        other._drafts, other._fused = True, None
         return other
 
     def plan(self, batch: TokenBatch) -> None:
@@ -81,7 +88,11 @@ class PagedCpuAttention(AttentionBackend):
             *(batch.positions.data_ptr(), batch.slot_mapping.data_ptr(), batch.kv_lens.data_ptr()),
             *(rows.ctypes.data, tables.data_ptr(), path_starts.ctypes.data, entries.ctypes.data),
         )
-        self._scratch = torch.empty(self._kernels.fr_attend_scratch(ctypes.addressof(self._batch)))
+        self._rough = self._kernels.fr_attend_draft_scratch(ctypes.addressof(self._batch)) if self._drafts else 0
+        if self._rough:
+            self._scratch = torch.empty(self._rough, dtype=torch.uint8)
+        else:
+            self._scratch = torch.empty(self._kernels.fr_attend_scratch(ctypes.addressof(self._batch)))
 
     def store(self, qkv: Tensor, layer: int, kv: tuple[Tensor, Tensor], norms: tuple[Norm, Norm] | None) -> Tensor:
         c = self.config
@@ -118,7 +129,8 @@ class PagedCpuAttention(AttentionBackend):
     def attend(self, q: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> Tensor:
         q = q.contiguous()
         out = torch.empty(q.shape[0], q.shape[1] * q.shape[2])
-        self._kernels.fr_attend(
+        attend = self._kernels.fr_attend_draft if self._rough else self._kernels.fr_attend
+        attend(
             *(ctypes.addressof(self._batch), q.data_ptr(), _cache(kv), self.config.windows[layer] or 0),
             *(self.config.scale, self._scratch.data_ptr(), out.data_ptr()),
         )
@@ -126,7 +138,7 @@ class PagedCpuAttention(AttentionBackend):
 
     def run_layers(self, x: Tensor, layers: list[Layer], kv: KV, which: range) -> Tensor | None:
         """The planned batch through these layers in one call; None where the layers are not of packed blocks alone."""
-        fused = self.fused(layers, kv)
+        fused = None if self._rough else self.fused(layers, kv)
         return None if fused is None else fused(x, self._batch, which)
 
     def fused(self, layers: list[Layer], kv: KV) -> FusedLayers | None:

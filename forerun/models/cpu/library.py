@@ -29,9 +29,9 @@ from forerun.models.fetch.store import home
 
 log = logging.getLogger("forerun")
 
-SOURCES = ("blocks.c", "attention.c", "layers.c", "pool.c", "block.c", "ranking.c")
+SOURCES = ("blocks.c", "attention.c", "draft_attention.c", "layers.c", "pool.c", "block.c", "ranking.c")
 HEADERS = ("vec.h", "blocks.h", "tiles16.h", "tiles8.h", "attention.h", "layers.h", "pool.h")
-ABI = 6  # of the functions below
+ABI = 7  # of the functions below
 COMPILE_S = 120.0  # a compiler that takes longer is given up
 STALE_S = 3600.0  # a scratch folder this old was left by a process that was killed
 CHECKSUM_BYTES = 32  # behind the library, which the loader does not read
@@ -231,6 +231,8 @@ FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "fr_store": ([pointer, pointer, pointer, Cache, pointer, pointer, pointer, real], None),
     "fr_attend_scratch": ([pointer], number),
     "fr_attend": ([pointer, pointer, Cache, number, real, pointer, pointer], None),
+    "fr_attend_draft_scratch": ([pointer], number),
+    "fr_attend_draft": ([pointer, pointer, Cache, number, real, pointer, pointer], None),
     "fr_layers_scratch": ([pointer, pointer, pointer], number),
     "fr_layers": ([pointer, pointer, number, number, pointer, pointer, pointer], None),
     "fr_vectors": ([pointer, number, pointer, pointer, pointer], None),

@@ -35,7 +35,8 @@ class _Reading:
 
 class DraftSource(KVSource):
     name = "draft"
-    float8 = True  # whether long prompts may be read in float8, where the device can: the result is a draft anyway
+    # whether prompts may be read in float8 or with attention in bfloat16, where the device can: the result is a draft
+    float8 = True
     # entries that layers above the lowest two see back while they read a prompt longer than that; 0: all. 2,048 saves
     # 9.5 of 65 ms at 16,384 tokens (H200, the pair) and takes KL from 0.027 to 0.041, so that only studies set it
     window = 0
@@ -54,7 +55,9 @@ class DraftSource(KVSource):
         self._layers = decoder.config.num_layers
         # a float8 copy for reading alone: drafters of answers, and reading to the last layer, use the decoder itself
         partly = self._top < self._layers
-        self._reader = float8_decoder(decoder, self._top) if self.float8 and partly else decoder
+        self._reader = decoder
+        if self.float8 and partly:
+            self._reader = replace(float8_decoder(decoder, self._top), attention=decoder.attention.for_drafts())
         self._ragged_pass = RaggedDepthPass(self._runner, self._reader)
         self.narrow(self.window)
         self.max_tokens = min(ctx.max_context, ctx.draft.decoder.config.max_context)

@@ -1,0 +1,213 @@
+/* Attention for what only drafts: K, V, queries and weights rounded to bfloat16, sums in float32, where the CPU
+ * multiplies pairs of those at once. A long piece of one sequence; no bits are promised. K and V of the whole context
+ * are packed once for all rows: K so that 16 keys are a vector's lanes, V so that 16 of its numbers are.
+ */
+#include "attention.h"
+
+#include "pool.h"
+#include "vec.h"
+
+#include <math.h>
+
+#define BLOCK 64    /* keys at a time */
+#define PAIRS (BLOCK / 2)
+#define MAX_ROWS 64 /* query heads of a tile of tokens: what they have summed stays in the first cache */
+#define MAX_DIM 128
+#define ROWS 4      /* rows of a register tile */
+#define MIN_TOKENS 64
+#define FAR_ABOVE 10.0f /* bits: weights of up to 1,024 are as exact as those of up to 1 */
+#define UNSEEN (-1e30f) /* the top of a row that has seen nothing: not infinite, so that no difference is undefined */
+#define LOG2_E 1.44269504f
+
+#if LANES == 16 && defined(__AVX512BF16__)
+
+typedef struct {
+    const Batch *b; const float *q; Cache kv; int64_t window; float scale; float *out;
+    int64_t tile, tiles, first, blocks; /* tokens of a tile; the first block that any token sees, how many there are */
+    uint32_t *keys, *values; /* [kv_heads, blocks, dim / 2, BLOCK], [kv_heads, blocks, PAIRS, dim] pairs of bfloat16 */
+} Draft;
+
+INLINE __m512i rounded(Vec low, Vec high) { /* 32 numbers, those of `low` first */
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+INLINE __m512i halves(Vec low, Vec high) { /* each number of `low` with that of `high` */
+    __m512i a = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(low));
+    __m512i b = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(high));
+    return _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
+}
+INLINE Vec dots(Vec sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+
+INLINE __m512i counting(void) { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
+
+static void pack_block(const void *arg, int64_t chunk, void *none) {
+    const Draft *c = arg;
+    (void)none;
+    const Batch *b = c->b;
+    int64_t h = chunk % b->kv_heads, n = chunk / b->kv_heads, dim = b->dim, from = (c->first + n) * BLOCK;
+    int64_t end = b->kv_lens[b->tokens - 1];
+    static const float zeros[MAX_DIM];
+    const float *k[BLOCK], *v[BLOCK];
+    uint32_t rows[BLOCK * MAX_DIM / 2] __attribute__((aligned(64)));
+    for (int64_t i = 0; i < BLOCK; i++) {
+        int64_t e = from + i;
+        k[i] = v[i] = zeros;
+        if (e >= end) continue;
+        int64_t at = (b->tables[e / b->page_size] * b->page_size + e % b->page_size) * c->kv.slot_stride + h * c->kv.head_stride;
+        k[i] = c->kv.k + at, v[i] = c->kv.v + at;
+    }
+    for (int64_t i = 0; i < BLOCK; i++)
+        for (int64_t d = 0; d < dim; d += 32)
+            _mm512_store_si512(rows + i * dim / 2 + d / 2, rounded(v_load(k[i] + d), v_load(k[i] + d + 16)));
+    uint32_t *keys = c->keys + (h * c->blocks + n) * dim / 2 * BLOCK, *values = c->values + (h * c->blocks + n) * PAIRS * dim;
+    __m512i steps = _mm512_mullo_epi32(counting(), _mm512_set1_epi32(dim / 2));
+    for (int64_t d = 0; d < dim / 2; d++)
+        for (int64_t i = 0; i < BLOCK; i += 16)
+            _mm512_storeu_si512(keys + d * BLOCK + i, _mm512_i32gather_epi32(steps, rows + i * dim / 2 + d, 4));
+    for (int64_t i = 0; i < PAIRS; i++)
+        for (int64_t d = 0; d < dim; d += 16)
+            _mm512_storeu_si512(values + i * dim + d, halves(v_load(v[2 * i] + d), v_load(v[2 * i + 1] + d)));
+}
+
+/* 2**x to 1.2 in 10,000, where rounding to bfloat16 leaves 20; 0 far below zero. */
+INLINE Vec power2(Vec x) {
+    x = v_max(x, v_set(-126.0f));
+    Vec n = v_round(x), r = v_sub(x, n), p = v_set(5.5041e-2f);
+    p = v_fma(p, r, v_set(2.4228e-1f));
+    p = v_fma(p, r, v_set(6.9326e-1f));
+    p = v_fma(p, r, v_set(9.99965e-1f));
+    return _mm512_scalef_ps(p, n);
+}
+
+/* Scores of ROWS rows and a block's keys become weights 2**(score - top), rounded; `scale` is what earlier sums are
+ * scaled by, mostly 1: `top` follows the largest score only where that is far above it. `lo`, `hi`: the keys of the
+ * block that each row sees. */
+INLINE void weights(const uint32_t *q, const uint32_t *keys, int64_t dim, const int64_t *lo, const int64_t *hi, float *top,
+                    float *total, float *scale, uint32_t *out) {
+    Vec s[ROWS * 4];
+    for (int i = 0; i < ROWS * 4; i++) s[i] = v_set(0);
+    for (int64_t d = 0; d < dim / 2; d++) {
+        __m512i k[4];
+        for (int j = 0; j < 4; j++) k[j] = _mm512_loadu_si512(keys + d * BLOCK + 16 * j);
+        for (int r = 0; r < ROWS; r++) {
+            __m512i x = _mm512_set1_epi32(q[r * dim / 2 + d]);
+            for (int j = 0; j < 4; j++) s[4 * r + j] = dots(s[4 * r + j], x, k[j]);
+        }
+    }
+    for (int r = 0; r < ROWS; r++) {
+        Vec *own = s + 4 * r;
+        if (lo[r] > 0 || hi[r] < BLOCK)
+            for (int j = 0; j < 4; j++) {
+                __m512i n = _mm512_add_epi32(counting(), _mm512_set1_epi32(16 * j));
+                int limit = hi[r] < 0 ? 0 : hi[r] < BLOCK ? hi[r] : BLOCK, start = lo[r] < 0 ? 0 : lo[r] < BLOCK ? lo[r] : BLOCK;
+                __mmask16 there = _mm512_cmplt_epi32_mask(n, _mm512_set1_epi32(limit)) & _mm512_cmpge_epi32_mask(n, _mm512_set1_epi32(start));
+                own[j] = _mm512_mask_blend_ps(there, v_set(-INFINITY), own[j]);
+            }
+        Vec peaks = v_max(v_max(own[0], own[1]), v_max(own[2], own[3])), sums = v_load(total + r * LANES);
+        scale[r] = 1.0f;
+        if (_mm512_cmp_ps_mask(peaks, v_set(top[r] + FAR_ABOVE), _CMP_GT_OQ)) {
+            float now = v_peak(peaks);
+            scale[r] = top[r] == UNSEEN ? 0.0f : exp2f(top[r] - now);
+            top[r] = now, sums = v_mul(sums, v_set(scale[r]));
+        }
+        Vec shift = v_set(top[r]), p[4];
+        for (int j = 0; j < 4; j++) p[j] = power2(v_sub(own[j], shift));
+        v_store(total + r * LANES, v_add(sums, v_add(v_add(p[0], p[1]), v_add(p[2], p[3]))));
+        for (int j = 0; j < 4; j += 2) _mm512_storeu_si512(out + r * PAIRS + 8 * j, rounded(p[j], p[j + 1]));
+    }
+}
+
+/* acc[r] = scale[r] * acc[r] + weights[r] . values, 64 columns or 16 (`m` vectors) at a time. */
+INLINE void weigh_tile(const uint32_t *p, const float *scale, const uint32_t *values, int m, int64_t dim, float *acc) {
+    Vec a[ROWS * 4];
+    for (int r = 0; r < ROWS; r++)
+        for (int j = 0; j < m; j++) a[4 * r + j] = v_mul(v_load(acc + r * dim + 16 * j), v_set(scale[r]));
+    for (int64_t k = 0; k < PAIRS; k++) {
+        __m512i v[4];
+        for (int j = 0; j < m; j++) v[j] = _mm512_loadu_si512(values + k * dim + 16 * j);
+        for (int r = 0; r < ROWS; r++) {
+            __m512i x = _mm512_set1_epi32(p[r * PAIRS + k]);
+            for (int j = 0; j < m; j++) a[4 * r + j] = dots(a[4 * r + j], x, v[j]);
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int j = 0; j < m; j++) v_store(acc + r * dim + 16 * j, a[4 * r + j]);
+}
+
+static void draft_tile(const void *arg, int64_t chunk, void *none) {
+    const Draft *c = arg;
+    (void)none;
+    const Batch *b = c->b;
+    int64_t h = chunk % b->kv_heads, s = (c->tiles - 1 - chunk / b->kv_heads) * c->tile, group = b->heads / b->kv_heads, dim = b->dim;
+    int64_t end = s + c->tile < b->tokens ? s + c->tile : b->tokens, rows = (end - s) * group, all = (rows + ROWS - 1) / ROWS * ROWS;
+    uint32_t q[MAX_ROWS * MAX_DIM / 2] __attribute__((aligned(64))), p[ROWS * PAIRS] __attribute__((aligned(64)));
+    float acc[MAX_ROWS * MAX_DIM] __attribute__((aligned(64))), total[MAX_ROWS * LANES] __attribute__((aligned(64)));
+    float top[MAX_ROWS], scale[ROWS];
+    int64_t seen[MAX_ROWS], low[MAX_ROWS];
+    for (int64_t r = 0; r < all; r++) {
+        int64_t own = r < rows ? r : rows - 1, t = s + own / group;
+        const float *from = c->q + (t * b->heads + h * group + own % group) * dim;
+        for (int64_t d = 0; d < dim; d += 32)
+            _mm512_store_si512(q + r * dim / 2 + d / 2, rounded(v_mul(v_load(from + d), v_set(c->scale)), v_mul(v_load(from + d + 16), v_set(c->scale))));
+        seen[r] = b->kv_lens[t], low[r] = c->window > 0 && seen[r] > c->window ? seen[r] - c->window : 0;
+        top[r] = UNSEEN;
+    }
+    memset(acc, 0, all * dim * sizeof(float)), memset(total, 0, all * LANES * sizeof(float));
+    for (int64_t n = low[0] / BLOCK; n * BLOCK < seen[all - 1]; n++) {
+        const uint32_t *keys = c->keys + (h * c->blocks + n - c->first) * dim / 2 * BLOCK;
+        const uint32_t *values = c->values + (h * c->blocks + n - c->first) * PAIRS * dim;
+        for (int64_t r = 0; r < all; r += ROWS) {
+            int64_t lo[ROWS], hi[ROWS];
+            for (int i = 0; i < ROWS; i++) lo[i] = low[r + i] - n * BLOCK, hi[i] = seen[r + i] - n * BLOCK;
+            weights(q + r * dim / 2, keys, dim, lo, hi, top + r, total + r * LANES, scale, p);
+            for (int64_t d = 0; d < dim;) {
+                int wide = dim - d >= 64;
+                if (wide) weigh_tile(p, scale, values + d, 4, dim, acc + r * dim + d);
+                else weigh_tile(p, scale, values + d, 1, dim, acc + r * dim + d);
+                d += wide ? 64 : 16;
+            }
+        }
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        float *out = c->out + ((s + r / group) * b->heads + h * group + r % group) * dim;
+        Vec inverse = v_set(1.0f / v_sum(v_load(total + r * LANES)));
+        for (int64_t d = 0; d < dim; d += LANES) v_store(out + d, v_mul(v_load(acc + r * dim + d), inverse));
+    }
+}
+
+/* Whether this CPU can, and the batch is a piece of one sequence that is long enough. */
+static int fits(const Batch *b) {
+    if (b->tokens < MIN_TOKENS || b->dim % 32 || b->dim > MAX_DIM || b->heads / b->kv_heads > MAX_ROWS) return 0;
+    if (b->path_starts[b->tokens]) return 0;
+    for (int64_t t = 1; t < b->tokens; t++)
+        if (b->rows[t] != b->rows[0] || b->kv_lens[t] <= b->kv_lens[t - 1]) return 0;
+    return b->rows[0] == 0 && b->kv_lens[0] > 0;
+}
+
+/* Bytes that `fr_attend_draft` needs beside its output; 0: it cannot attend for this batch. */
+int64_t fr_attend_draft_scratch(const Batch *b) {
+    if (!fits(b)) return 0;
+    return (b->kv_lens[b->tokens - 1] + BLOCK - 1) / BLOCK * BLOCK * b->kv_heads * b->dim * 2 * sizeof(uint16_t);
+}
+
+/* As `fr_attend`. */
+void fr_attend_draft(const Batch *b, const float *q, Cache kv, int64_t window, float scale, void *scratch, float *out) {
+    int64_t group = b->heads / b->kv_heads, tile = MAX_ROWS / group, low = b->kv_lens[0] - window;
+    int64_t first = window > 0 && low > 0 ? low / BLOCK : 0, blocks = (b->kv_lens[b->tokens - 1] + BLOCK - 1) / BLOCK - first;
+    uint32_t *keys = scratch, *values = keys + b->kv_heads * blocks * BLOCK * b->dim / 2;
+    Draft c = {b, q, kv, window, scale * LOG2_E, out, tile, (b->tokens + tile - 1) / tile, first, blocks, keys, values};
+    pool_run(&(Job){pack_block, 0, &c, sizeof c, 0, blocks * b->kv_heads});
+    pool_run(&(Job){draft_tile, 0, &c, sizeof c, 0, c.tiles * b->kv_heads});
+}
+
+#else
+
+int64_t fr_attend_draft_scratch(const Batch *b) {
+    (void)b;
+    return 0;
+}
+void fr_attend_draft(const Batch *b, const float *q, Cache kv, int64_t window, float scale, void *scratch, float *out) {
+    (void)scratch;
+    fr_attend(b, q, kv, window, scale, 0, out);
+}
+
+#endif
