@@ -29,12 +29,12 @@ class Policy:
     tail: int = 64  # tokens at its end that are never drafted
     shortest: int = 1536  # fewer tokens to draft are computed exactly: little is saved, and summaries lost content
     spans: int = 4  # check spans
-    gated_spans: int = 2  # beside a gate, which decides by other signs: spans find broken drafts, of which all are
+    gated_spans: int = 3  # beside a gate, which decides by other signs: spans find drafts that are broken everywhere
     span: int = 16  # entries of each
     deepenings: int = 2  # further rounds of recomputing where checks fail
     failing: float = 0.25  # share of a span's layers that may fail
     first_check_tokens: int = 384  # drafted, after which a first span is checked: whether to go on
-    chunk: int = 512  # tokens that a source reads at once on a CPU, where more would leave its caches
+    chunk: int = 256  # tokens that a source reads at once on a CPU, where more would leave its caches
 
     def __post_init__(self) -> None:
         for name in ("first", "shortest", "spans", "gated_spans", "deepenings"):

@@ -4,8 +4,10 @@ need."""
 from __future__ import annotations
 
 from array import array
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ from forerun.prefill.gate import (
     gate_of,
     isotonic,
 )
-from forerun.prefill.plan import Costs, Policy, PrefillPlan, plan, uncovered
+from forerun.prefill.plan import Costs, Policy, PrefillPlan, expected_plan, plan, uncovered
 from forerun.prefill.profile import CurvePoint, Profile
 from forerun.prefill.state import PrefillStage, PrefillState
 from tests.prefill.fakes import POLICY, STRICT, Fake, drive, make_prefiller, make_profile, start
@@ -193,8 +195,29 @@ def test_beside_a_gate_one_bad_span_passes_and_broken_drafts_end_exact(ctx: Draf
     assert state.stage is PrefillStage.DONE and state.report.rounds == 1
     broken = make_prefiller(ctx, Fake(ctx, (0, 203)), gate=GATE, thresholds=STRICT)
     state = drive(broken, start(broken, ctx))
-    assert state.stage is PrefillStage.EXACT and state.report.fell_back == "4 of 4 check spans are broken"
+    assert state.stage is PrefillStage.EXACT and state.report.fell_back == "3 of 3 check spans are broken"
     assert state.report.rounds == 1
+
+
+def test_beside_a_gate_there_are_fewer_check_spans() -> None:
+    for gate, spans in ((None, 4), (GATE, 3)):
+        state = PrefillState(1, [7] * 4000, array("i"), 0, 3936, Prefill("speculative"), CONFIG.num_layers)
+        profile, costs = make_profile(share=0.1, gate=gate), Costs(state, Cheap(), CONFIG)
+        made = plan(state, np.random.default_rng(0).random(4000), profile, Cheap(), costs, Policy())
+        assert len(made.spans) == spans
+        assert expected_plan(state, profile, Cheap(), costs, Policy()).cost == pytest.approx(made.cost, rel=0.02)
+    assert Policy(spans=1).beside(GATE).spans == 1 and Policy().beside(None) == Policy()
+
+
+@pytest.mark.parametrize("drift", [None, 0.5, 1.5])
+def test_a_text_that_the_gate_knows_is_not_checked_before_it_is_read(drift: float | None, ctx: DraftContext) -> None:
+    texts = None if drift is None else SimpleNamespace(drift=lambda ids: drift)
+    policy = replace(POLICY, first_check_tokens=48, chunk=40)
+    about: dict[str, Any] = {"gate": GATE, "thresholds": STRICT, "policy": policy, "texts": texts}
+    broken = make_prefiller(ctx, Fake(ctx, (0, 203)), **about)
+    state = drive(broken, start(broken, ctx))
+    assert state.stage is PrefillStage.EXACT
+    assert state.report.fell_back.startswith("3 of 3" if drift == 0.5 else "a first check")
 
 
 def test_fewer_words_are_shown_where_the_gate_doubts_them(ctx: DraftContext) -> None:
