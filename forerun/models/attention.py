@@ -64,6 +64,11 @@ class AttentionBackend(ABC):
         """One for the same caches that may round more where that is faster; itself where there is no such way."""
         return self
 
+    def entry_weights(self, q: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> Tensor | None:
+        """[entries] float32: the weights that all tokens of the planned batch, of one sequence, give each entry of it,
+        summed over tokens and heads; None where that is not computed at once. `q` [T, Hq, D] rotated."""
+        return None
+
     def forget(self) -> None:  # noqa: B027 (most keep nothing)
         """Drop copies of K/V, after what is not a number has been in the cache."""
 

@@ -118,15 +118,21 @@ def tail_attention(runner: Runner, state: PrefillState, base: int) -> np.ndarray
         return seen
     compared = COMPARED_TOKENS if state.compares_tail else 0
     tail_attention = TailAttention(runner, state.pages, state.end, len(state.tokens))
+    sums: list[Tensor] = []  # of layers that the device weighs at once: [len(state.tokens)] each
 
     def watch(layer: int, x: Tensor, q: Tensor | None, a: Tensor | None) -> None:
-        if q is not None and q.shape[0] == len(state.tokens) - state.end:
+        if q is None or q.shape[0] != len(state.tokens) - state.end:
+            return
+        given = runner.decoder.attention.entry_weights(q, layer, runner.kv[layer])
+        if given is None:
             tail_attention.add(layer, q, state.end)
+        else:
+            sums.append(given / (q.shape[0] * q.shape[1]))
 
     out = RaggedDepthPass(runner).run(tail_rows(state, base, compared), watch)
     if compared:
         state.tail_logits = out.logits.clone()
-    return tail_attention.reduce()
+    return torch.stack(sums).mean(0).numpy() if sums else tail_attention.reduce()
 
 
 def warm_up(runner: Runner, tail: int) -> None:

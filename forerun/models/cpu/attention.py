@@ -41,6 +41,7 @@ class PagedCpuAttention(AttentionBackend):
         assert kernels is not None and self.problem(config) == ""
         self._kernels = kernels
         self._fused: FusedLayers | None = None
+        self._weights_scratch = torch.empty(0, dtype=torch.uint8)
 
     @staticmethod
     def problem(config: ModelConfig) -> str:
@@ -133,6 +134,19 @@ class PagedCpuAttention(AttentionBackend):
         attend(
             *(ctypes.addressof(self._batch), q.data_ptr(), _cache(kv), self.config.windows[layer] or 0),
             *(self.config.scale, self._scratch.data_ptr(), out.data_ptr()),
+        )
+        return out
+
+    def entry_weights(self, q: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> Tensor | None:
+        size = self._kernels.fr_tail_weights_scratch(ctypes.addressof(self._batch))
+        if not size:
+            return None
+        if self._weights_scratch.numel() < size:
+            self._weights_scratch = torch.empty(size, dtype=torch.uint8)
+        q, out = q.contiguous(), torch.zeros(self._held[0].seq_lens[0])
+        self._kernels.fr_tail_weights(
+            *(ctypes.addressof(self._batch), q.data_ptr(), _cache(kv), self.config.windows[layer] or 0),
+            *(self.config.scale, self._weights_scratch.data_ptr(), out.data_ptr()),
         )
         return out
 

@@ -233,6 +233,8 @@ FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "fr_attend": ([pointer, pointer, Cache, number, real, pointer, pointer], None),
     "fr_attend_draft_scratch": ([pointer], number),
     "fr_attend_draft": ([pointer, pointer, Cache, number, real, pointer, pointer], None),
+    "fr_tail_weights_scratch": ([pointer], number),
+    "fr_tail_weights": ([pointer, pointer, Cache, number, real, pointer, pointer], None),
     "fr_layers_scratch": ([pointer, pointer, pointer], number),
     "fr_layers": ([pointer, pointer, number, number, pointer, pointer, pointer], None),
     "fr_vectors": ([pointer, number, pointer, pointer, pointer], None),

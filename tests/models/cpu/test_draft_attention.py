@@ -52,6 +52,43 @@ def test_near_what_float32_computes(heads: int, kv_heads: int, dim: int, window:
         assert torch.equal(mine, own) == (not has_bf16())
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(14, 2, 64), (12, 2, 128), (9, 3, 64)])
+@pytest.mark.parametrize(("context", "new"), [(64, 64), (700, 65), (1001, 130)])
+def test_what_each_entry_is_given_is_the_sum_of_the_weights(
+    heads: int, kv_heads: int, dim: int, context: int, new: int
+):
+    draw = torch.Generator().manual_seed(dim + context)
+    config = make_config(heads, kv_heads, dim, 100)
+    pages = torch.randperm(PAGES, generator=draw)[: -(-context // SIZE)]
+    batch = make_batch([(pages.tolist(), context, new)])
+    kv = tuple(torch.randn(PAGES * SIZE, kv_heads, dim, generator=draw) for _ in range(2))
+    kv[0][:, :, :4] *= 8.0
+    q = torch.randn(new, heads, dim, generator=draw)
+    backend = PagedCpuAttention(config, CPU, 4096)
+    backend.plan(batch)
+    slots = pages[torch.arange(context) // SIZE] * SIZE + torch.arange(context) % SIZE
+    scores = torch.einsum("qhd,khd->hqk", q, kv[0][slots].repeat_interleave(heads // kv_heads, 1)) * config.scale
+    entry, seen = torch.arange(context), batch.kv_lens[:, None]
+    for layer, window in enumerate(config.windows):
+        hidden = (entry >= seen) | (entry < seen - (window or context))
+        want = scores.masked_fill(hidden, float("-inf")).softmax(-1).sum((0, 1))
+        got = backend.entry_weights(q, layer, kv)
+        if not has_bf16():
+            assert got is None
+            continue
+        assert got is not None and got.shape == (context,)
+        assert (got - want).norm() < 0.01 * want.norm()
+        assert float(got.sum()) == pytest.approx(new * heads, rel=1e-3)
+
+
+def test_few_tokens_are_not_weighed_at_once():
+    config, batch = make_config(4, 2, 64, None), make_batch([([0, 1, 2, 3], 63, 63)])
+    backend = PagedCpuAttention(config, CPU, 4096)
+    backend.plan(batch)
+    kv = torch.randn(PAGES * SIZE, 2, 64), torch.randn(PAGES * SIZE, 2, 64)
+    assert backend.entry_weights(torch.randn(63, 4, 64), 0, kv) is None
+
+
 @pytest.mark.parametrize(
     "rows", [[([0, 1, 2, 3], 63, 63)], [([0, 1, 2, 3, 4], 70, 1)], [([0, 1, 2, 3, 4], 80, 70), ([5, 6], 20, 3)]]
 )

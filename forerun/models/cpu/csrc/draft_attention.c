@@ -35,6 +35,10 @@ INLINE __m512i halves(Vec low, Vec high) { /* each number of `low` with that of 
     __m512i b = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(high));
     return _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
 }
+INLINE void pack_row(const float *row, float scale, int64_t dim, uint32_t *out) {
+    for (int64_t d = 0; d < dim; d += 32)
+        _mm512_storeu_si512(out + d / 2, rounded(v_mul(v_load(row + d), v_set(scale)), v_mul(v_load(row + d + 16), v_set(scale))));
+}
 INLINE Vec dots(Vec sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 
 INLINE __m512i counting(void) { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
@@ -78,12 +82,9 @@ INLINE Vec power2(Vec x) {
     return _mm512_scalef_ps(p, n);
 }
 
-/* Scores of ROWS rows and a block's keys become weights 2**(score - top), rounded; `scale` is what earlier sums are
- * scaled by, mostly 1: `top` follows the largest score only where that is far above it. `lo`, `hi`: the keys of the
- * block that each row sees. */
-INLINE void weights(const uint32_t *q, const uint32_t *keys, int64_t dim, const int64_t *lo, const int64_t *hi, float *top,
-                    float *total, float *scale, uint32_t *out) {
-    Vec s[ROWS * 4];
+/* Scores of ROWS rows and a block's keys, minus infinity where a row does not see a key: of the block it sees those from
+ * `lo` to `hi`. */
+INLINE void scores(const uint32_t *q, const uint32_t *keys, int64_t dim, const int64_t *lo, const int64_t *hi, Vec *s) {
     for (int i = 0; i < ROWS * 4; i++) s[i] = v_set(0);
     for (int64_t d = 0; d < dim / 2; d++) {
         __m512i k[4];
@@ -94,14 +95,24 @@ INLINE void weights(const uint32_t *q, const uint32_t *keys, int64_t dim, const 
         }
     }
     for (int r = 0; r < ROWS; r++) {
+        if (lo[r] <= 0 && hi[r] >= BLOCK) continue;
+        int limit = hi[r] < 0 ? 0 : hi[r] < BLOCK ? hi[r] : BLOCK, start = lo[r] < 0 ? 0 : lo[r] < BLOCK ? lo[r] : BLOCK;
+        for (int j = 0; j < 4; j++) {
+            __m512i n = _mm512_add_epi32(counting(), _mm512_set1_epi32(16 * j));
+            __mmask16 there = _mm512_cmplt_epi32_mask(n, _mm512_set1_epi32(limit)) & _mm512_cmpge_epi32_mask(n, _mm512_set1_epi32(start));
+            s[4 * r + j] = _mm512_mask_blend_ps(there, v_set(-INFINITY), s[4 * r + j]);
+        }
+    }
+}
+
+/* Scores become weights 2**(score - top), rounded; `scale` is what earlier sums are scaled
+ * by, mostly 1: `top` follows the largest score only where that is far above it. */
+INLINE void weights(const uint32_t *q, const uint32_t *keys, int64_t dim, const int64_t *lo, const int64_t *hi, float *top,
+                    float *total, float *scale, uint32_t *out) {
+    Vec s[ROWS * 4];
+    scores(q, keys, dim, lo, hi, s);
+    for (int r = 0; r < ROWS; r++) {
         Vec *own = s + 4 * r;
-        if (lo[r] > 0 || hi[r] < BLOCK)
-            for (int j = 0; j < 4; j++) {
-                __m512i n = _mm512_add_epi32(counting(), _mm512_set1_epi32(16 * j));
-                int limit = hi[r] < 0 ? 0 : hi[r] < BLOCK ? hi[r] : BLOCK, start = lo[r] < 0 ? 0 : lo[r] < BLOCK ? lo[r] : BLOCK;
-                __mmask16 there = _mm512_cmplt_epi32_mask(n, _mm512_set1_epi32(limit)) & _mm512_cmpge_epi32_mask(n, _mm512_set1_epi32(start));
-                own[j] = _mm512_mask_blend_ps(there, v_set(-INFINITY), own[j]);
-            }
         Vec peaks = v_max(v_max(own[0], own[1]), v_max(own[2], own[3])), sums = v_load(total + r * LANES);
         scale[r] = 1.0f;
         if (_mm512_cmp_ps_mask(peaks, v_set(top[r] + FAR_ABOVE), _CMP_GT_OQ)) {
@@ -146,8 +157,7 @@ static void draft_tile(const void *arg, int64_t chunk, void *none) {
     for (int64_t r = 0; r < all; r++) {
         int64_t own = r < rows ? r : rows - 1, t = s + own / group;
         const float *from = c->q + (t * b->heads + h * group + own % group) * dim;
-        for (int64_t d = 0; d < dim; d += 32)
-            _mm512_store_si512(q + r * dim / 2 + d / 2, rounded(v_mul(v_load(from + d), v_set(c->scale)), v_mul(v_load(from + d + 16), v_set(c->scale))));
+        pack_row(from, c->scale, dim, q + r * dim / 2);
         seen[r] = b->kv_lens[t], low[r] = c->window > 0 && seen[r] > c->window ? seen[r] - c->window : 0;
         top[r] = UNSEEN;
     }
@@ -199,6 +209,97 @@ void fr_attend_draft(const Batch *b, const float *q, Cache kv, int64_t window, f
     pool_run(&(Job){draft_tile, 0, &c, sizeof c, 0, c.tiles * b->kv_heads});
 }
 
+/* ---- what the rows of a batch look at ----------------------------------------------------------------------------- */
+
+typedef struct {
+    Draft draft;
+    int64_t rows;   /* of a KV head, a multiple of ROWS */
+    uint32_t *q;    /* [kv_heads, rows, dim / 2] */
+    float *weighed; /* [kv_heads, rows] log2 of the sum of 2**score; infinite for rows that only fill up */
+    float *out;     /* [kv_heads, blocks, BLOCK] */
+} Tail;
+
+INLINE void bounds(const Tail *c, int64_t r, int64_t n, int64_t *lo, int64_t *hi) {
+    const Batch *b = c->draft.b;
+    int64_t group = b->heads / b->kv_heads;
+    for (int64_t i = 0; i < ROWS; i++) {
+        int64_t t = (r + i) / group < b->tokens ? (r + i) / group : b->tokens - 1, seen = b->kv_lens[t];
+        lo[i] = (c->draft.window > 0 && seen > c->draft.window ? seen - c->draft.window : 0) - n * BLOCK, hi[i] = seen - n * BLOCK;
+    }
+}
+
+/* ROWS rows of one KV head over all keys. */
+static void sum_rows(const void *arg, int64_t chunk, void *none) {
+    const Tail *c = arg;
+    (void)none;
+    const Batch *b = c->draft.b;
+    int64_t h = chunk % b->kv_heads, first = chunk / b->kv_heads * ROWS, group = b->heads / b->kv_heads, dim = b->dim;
+    uint32_t *q = c->q + (h * c->rows + first) * dim / 2;
+    float top[ROWS], *sums = c->weighed + h * c->rows + first;
+    Vec total[ROWS];
+    for (int64_t i = 0; i < ROWS; i++) {
+        int64_t r = first + i < b->tokens * group ? first + i : b->tokens * group - 1;
+        pack_row(c->draft.q + (r / group * b->heads + h * group + r % group) * dim, c->draft.scale, dim, q + i * dim / 2);
+        top[i] = UNSEEN, total[i] = v_set(0);
+    }
+    int64_t lo[ROWS], hi[ROWS];
+    for (int64_t n = c->draft.first; n < c->draft.first + c->draft.blocks; n++) {
+        Vec s[ROWS * 4];
+        bounds(c, first, n, lo, hi);
+        scores(q, c->draft.keys + (h * c->draft.blocks + n - c->draft.first) * dim / 2 * BLOCK, dim, lo, hi, s);
+        for (int r = 0; r < ROWS; r++) {
+            Vec *own = s + 4 * r, peaks = v_max(v_max(own[0], own[1]), v_max(own[2], own[3]));
+            if (_mm512_cmp_ps_mask(peaks, v_set(top[r] + FAR_ABOVE), _CMP_GT_OQ)) {
+                float now = v_peak(peaks);
+                total[r] = v_mul(total[r], v_set(top[r] == UNSEEN ? 0.0f : exp2f(top[r] - now))), top[r] = now;
+            }
+            for (int j = 0; j < 4; j++) total[r] = v_add(total[r], power2(v_sub(own[j], v_set(top[r]))));
+        }
+    }
+    for (int64_t i = 0; i < ROWS; i++) sums[i] = first + i < b->tokens * group ? top[i] + log2f(v_sum(total[i])) : INFINITY;
+}
+
+/* All rows of one KV head over one block of keys. */
+static void sum_keys(const void *arg, int64_t chunk, void *none) {
+    const Tail *c = arg;
+    (void)none;
+    const Batch *b = c->draft.b;
+    int64_t h = chunk % b->kv_heads, n = chunk / b->kv_heads, dim = b->dim, lo[ROWS], hi[ROWS];
+    const uint32_t *keys = c->draft.keys + (h * c->draft.blocks + n) * dim / 2 * BLOCK;
+    Vec given[4] = {v_set(0), v_set(0), v_set(0), v_set(0)};
+    for (int64_t first = 0; first < c->rows; first += ROWS) {
+        Vec s[ROWS * 4];
+        bounds(c, first, n + c->draft.first, lo, hi);
+        scores(c->q + (h * c->rows + first) * dim / 2, keys, dim, lo, hi, s);
+        for (int r = 0; r < ROWS; r++)
+            for (int j = 0; j < 4; j++)
+                given[j] = v_add(given[j], power2(v_sub(s[4 * r + j], v_set(c->weighed[h * c->rows + first + r]))));
+    }
+    for (int j = 0; j < 4; j++) v_store(c->out + (h * c->draft.blocks + n) * BLOCK + 16 * j, given[j]);
+}
+
+static int64_t tail_rows(const Batch *b) { return (b->tokens * (b->heads / b->kv_heads) + ROWS - 1) / ROWS * ROWS; }
+
+/* Bytes that `fr_tail_weights` needs; 0: it cannot weigh this batch. */
+int64_t fr_tail_weights_scratch(const Batch *b) {
+    int64_t rows = tail_rows(b), keys = (b->kv_lens[b->tokens - 1] + BLOCK - 1) / BLOCK * BLOCK;
+    return fits(b) ? b->kv_heads * (keys * (2 * b->dim * sizeof(uint16_t) + sizeof(float)) + rows * (b->dim * sizeof(uint16_t) + sizeof(float))) : 0;
+}
+
+/* out [entries of the sequence] += the weights of attention that each entry is given, over all rows and heads. */
+void fr_tail_weights(const Batch *b, const float *q, Cache kv, int64_t window, float scale, void *scratch, float *out) {
+    int64_t low = b->kv_lens[0] - window, first = window > 0 && low > 0 ? low / BLOCK : 0, end = b->kv_lens[b->tokens - 1];
+    int64_t blocks = (end + BLOCK - 1) / BLOCK - first, rows = tail_rows(b), packed = b->kv_heads * blocks * BLOCK * b->dim / 2;
+    uint32_t *keys = scratch, *packed_q = keys + 2 * packed;
+    float *weighed = (float *)(packed_q + b->kv_heads * rows * b->dim / 2), *given = weighed + b->kv_heads * rows;
+    Tail c = {{b, q, kv, window, scale * LOG2_E, 0, 0, 0, first, blocks, keys, keys + packed}, rows, packed_q, weighed, given};
+    pool_run(&(Job){pack_block, 0, &c.draft, sizeof c.draft, 0, blocks * b->kv_heads});
+    pool_run(&(Job){sum_rows, 0, &c, sizeof c, 0, rows / ROWS * b->kv_heads});
+    pool_run(&(Job){sum_keys, 0, &c, sizeof c, 0, blocks * b->kv_heads});
+    for (int64_t h = 0; h < b->kv_heads; h++)
+        for (int64_t e = first * BLOCK; e < end; e++) out[e] += given[h * blocks * BLOCK + e - first * BLOCK];
+}
+
 #else
 
 int64_t fr_attend_draft_scratch(const Batch *b) {
@@ -208,6 +309,11 @@ int64_t fr_attend_draft_scratch(const Batch *b) {
 void fr_attend_draft(const Batch *b, const float *q, Cache kv, int64_t window, float scale, void *scratch, float *out) {
     (void)scratch;
     fr_attend(b, q, kv, window, scale, 0, out);
+}
+
+int64_t fr_tail_weights_scratch(const Batch *b) { return fr_attend_draft_scratch(b); }
+void fr_tail_weights(const Batch *b, const float *q, Cache kv, int64_t window, float scale, void *scratch, float *out) {
+    (void)b, (void)q, (void)kv, (void)window, (void)scale, (void)scratch, (void)out; /* never called: there is no scratch */
 }
 
 #endif
