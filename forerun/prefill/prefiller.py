@@ -266,7 +266,8 @@ class Prefiller:
             count = min(count, self.policy.chunk)
         state.source.read(state, count)
         drafted = slice(state.first, min(state.read, state.end))
-        state.report.token_layers += state.source.base * max(0, drafted.stop - max(state.first, state.read - count))
+        new = max(0, drafted.stop - max(state.first, state.read - count))
+        state.report.token_layers += state.source.layers_run(state) * new
         state.depths[drafted] = np.maximum(state.depths[drafted], state.source.base)
         state.spent += state.source.cost(count)
         state.report.read_s += time.perf_counter() - start

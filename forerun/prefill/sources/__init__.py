@@ -47,6 +47,10 @@ class KVSource(ABC):
     def cost(self, tokens: int) -> float:
         """Work of reading so many tokens, maps included, in tokens of the target's own prefill."""
 
+    def layers_run(self, state: PrefillState) -> int:
+        """Layers of the target that reading runs for every entry."""
+        return self.base
+
     def finish(self, state: PrefillState) -> None:  # noqa: B027 (optional)
         """The prompt is done or cancelled: release what is held for it."""
 

@@ -83,8 +83,10 @@ class ChunkSource(KVSource):
             state.depths[lo:hi] = np.maximum(state.depths[lo:hi], 1)
 
     def cost(self, tokens: int) -> float:
-        """With the one layer that `deviation` runs."""
-        return tokens * (COPY_COST + 1.0 / self._decoder.config.num_layers)
+        return tokens * COPY_COST
+
+    def layers_run(self, state: PrefillState) -> int:
+        return self.base if self._by_deviation(state) else 0
 
     def finish(self, state: PrefillState) -> None:
         if isinstance(state.source_state, _Reuse):
@@ -139,6 +141,7 @@ class ChunkSource(KVSource):
         state.source_state.deviation[:, lo:hi] = (old - new).norm(dim=-1).cpu().numpy()
         state.source_state.norm[:, lo:hi] = new.norm(dim=-1).cpu().numpy()
         assert recomputed.x is not None
+        state.spent += (hi - lo) / self._decoder.config.num_layers
         state.x = recomputed.x if state.x is None else torch.cat((state.x, recomputed.x))
         state.depths[lo:hi] = np.maximum(state.depths[lo:hi], 2)
 

@@ -288,6 +288,10 @@ def test_what_lay_in_the_pages_before_is_not_seen(tiny_folder: Callable[[str], P
     torch.testing.assert_close(answer(ctx, other), answer(ctx, clean))
 
 
+def source_cost(state: PrefillState) -> float:
+    return state.source.cost(len(state.tokens))
+
+
 def test_a_changed_first_line_needs_no_ranking(tiny_folder: Callable[[str], Path]):
     """The first round computes what has no copy, the first tokens of the span and the check spans, and nothing else;
     the tail runs once."""
@@ -297,8 +301,9 @@ def test_a_changed_first_line_needs_no_ranking(tiny_folder: Callable[[str], Path
     must = len(state.source.missing(state))
     assert state.stage is PrefillStage.DONE and report.rounds == 1 and state.attention is None
     assert int((state.depths == state.layers).sum()) == must + policy.spans * policy.span
-    assert report.token_layers < (must + (policy.spans + 1) * policy.span + policy.tail + state.end / state.layers) * (
-        state.layers
+    assert report.token_layers == (must + policy.spans * policy.span + policy.tail) * state.layers
+    assert report.cost * len(state.tokens) == pytest.approx(
+        report.token_layers / state.layers + source_cost(state) + state.costs.checks(policy.spans * policy.span)
     )
 
 
