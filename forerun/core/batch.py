@@ -131,10 +131,8 @@ class HostBatch:
 
     def to(self, device: torch.device) -> TokenBatch:
         """Copies that do not wait for what the device still does; on a CPU its tensors are the arrays themselves."""
-        block_tables = np.zeros((len(self.pages), max(len(pages) for pages in self.pages)), dtype=np.int32)
-        for row, pages in enumerate(self.pages):
-            block_tables[row, : len(pages)] = pages
-        together = bool((np.diff(self.slot_mapping) == 1).all())
+        block_tables = self.pages[0][None] if len(self.pages) == 1 else _padded_rows(self.pages)
+        together = len(self.tokens) == 1 or bool((np.diff(self.slot_mapping) == 1).all())
         wanted = np.array(self.logits_indices, dtype=np.int64)
         arrays = (self.tokens, self.positions, self.slot_mapping, self.kv_lens, block_tables, wanted)
         sent = send_together(arrays, device) if device.type == "cuda" else [torch.from_numpy(a) for a in arrays]
@@ -153,6 +151,14 @@ class HostBatch:
             run_start=int(self.slot_mapping[0]) if together else None,
             host=self,
         )
+
+
+def _padded_rows(rows: list[np.ndarray]) -> np.ndarray:
+    """Rows of different lengths with zeros behind them."""
+    table = np.zeros((len(rows), max(len(row) for row in rows)), dtype=np.int32)
+    for i, row in enumerate(rows):
+        table[i, : len(row)] = row
+    return table
 
 
 def _unpack(bits: list[int]) -> torch.Tensor:

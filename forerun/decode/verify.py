@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.core import ROOT, Draft, TokenLogprob, Verdict
-from forerun.decode.sampling import Context, Row, SeededRng, choose, distribution, logprob, shape
+from forerun.decode.sampling import Context, Row, SeededRng, choose, distribution, likeliest, logprob, shape
 from forerun.decode.verifiers.base import MatchVerifier, Verifier
 from forerun.errors import ForerunError
 from forerun.models.decoder import Output
@@ -127,7 +127,9 @@ def _row_slices(inputs: list[VerifyInput]) -> list[slice]:
 def _verify(output: Output, inputs: list[VerifyInput]) -> list[StepOutput]:
     greedy: list[int] | None = None
     if any(each.context.plain for each in inputs):
-        greedy = (output.logits.argmax(-1) if output.greedy is None else output.greedy).tolist()
+        greedy = (likeliest(output.logits) if output.greedy is None else output.greedy).tolist()
+    if not any(len(each.draft) or each.context.params.logprobs is not None for each in inputs):
+        return [StepOutput(Verdict([], token), [token]) for token in _next_tokens(output.logits, inputs, greedy)]
     targets = []
     for each, rows in zip(inputs, _row_slices(inputs), strict=True):
         known = greedy[rows] if greedy is not None else None
@@ -138,6 +140,15 @@ def _verify(output: Output, inputs: list[VerifyInput]) -> list[StepOutput]:
             rng = SeededRng(each.context.seed, len(each.context.tokens))
             verdicts[i] = each.verifier.verify(each.draft, targets[i], rng)
     return [_step_output(targets[i], verdicts[i]) for i in range(len(inputs))]
+
+
+def _next_tokens(logits: Tensor, inputs: list[VerifyInput], greedy: list[int] | None) -> list[int]:
+    """Of sequences without drafts, one row each."""
+    if greedy is not None and all(each.context.plain for each in inputs):
+        return greedy
+    tokens = choose(logits, [Row(each.context) for each in inputs])
+    known = tokens if greedy is None else greedy
+    return [k if each.context.plain else t for each, k, t in zip(inputs, known, tokens, strict=True)]
 
 
 def _matches(each: VerifyInput) -> bool:

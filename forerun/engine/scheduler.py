@@ -117,7 +117,10 @@ class Scheduler:
                 if self._shared:
                     self.shares.charge(seq.request.client, 1)
                 budget -= seq.final is None or self.chunk_divisor > 1
-        for seq, count in self._prompt_portions(min(budget, self._prompt_budget(budget + spent) - spent)).items():
+        portions: dict[Sequence, int] = {}
+        if self.waiting or len(decoding) < len(self.running):
+            portions = self._prompt_portions(min(budget, self._prompt_budget(budget + spent) - spent))
+        for seq, count in portions.items():
             # with a provisional sequence, pages for all that it leaves to this one
             ahead = count if _without_provisional(seq) else seq.remaining
             if seq.running and self._grow(seq, ahead):

@@ -27,6 +27,7 @@ from forerun.models.cpu.choice import blocks_are_worth_it
 from forerun.models.cpu.huge_pages import move_in_background
 from forerun.models.cpu.importance import WeightPlan
 from forerun.models.cpu.library import build_key, cpu_kind
+from forerun.models.cpu.rows import BlockEmbeddings
 from forerun.models.cpu.streaming import StreamedAttention, StreamedLinear
 from forerun.models.decoder import Decoder, Layer, TokenEmbeddings
 from forerun.models.execution.short_head import FREQUENT_IDS, ShortHead
@@ -404,7 +405,8 @@ class LayerBuilder:
     def lookup(self, head: Linear) -> Callable[[Tensor], Tensor]:
         """Token ids to embeddings."""
         if self.device.type == "cpu":
-            rows = EmbeddingRows(*self.checkpoint.stored("embed"))
+            kind = BlockEmbeddings if self.precision.linear is BlockLinear else EmbeddingRows
+            rows = kind(*self.checkpoint.stored("embed"))
             return getattr(self.checkpoint, "with_mask", lambda plain: plain)(rows)
         tied = self.config.tie_embeddings
         return TokenEmbeddings(head.weight if tied else self.weights("embed").to(self.precision.dtype))

@@ -8,6 +8,7 @@ and nothing of requests.
 from __future__ import annotations
 
 import ctypes
+import functools
 from copy import copy
 from typing import Self
 
@@ -23,7 +24,9 @@ from forerun.models.cpu.library import Batch, Cache, LayerShape, LayerWeights, l
 from forerun.models.decoder import Layer
 from forerun.models.linear import Norm
 
+_ZEROS: list[np.ndarray] = []
 MAX_HEAD_DIM, MAX_GROUP, HEAD_DIM_MULTIPLE = 256, 32, 16  # what attention.c is compiled for
+FLOAT_BYTES = 4
 
 
 class PagedCpuAttention(AttentionBackend):
@@ -41,6 +44,7 @@ class PagedCpuAttention(AttentionBackend):
         assert kernels is not None and self.problem(config) == ""
         self._kernels = kernels
         self._fused: FusedLayers | None = None
+        self._scratch = torch.empty(0, dtype=torch.uint8)  # a late thread may still write to it: it stays
         self._weights_scratch = torch.empty(0, dtype=torch.uint8)
 
     @staticmethod
@@ -54,46 +58,33 @@ class PagedCpuAttention(AttentionBackend):
     def narrowed(self, window: int, wide: int) -> Self:
         other = super().narrowed(window, wide)
         other._fused = None  # it holds the layers' windows
+        other._scratch = torch.empty(0, dtype=torch.uint8)
         return other
 
     def for_drafts(self) -> Self:
         other = copy(self)
         other._drafts, other._fused = True, None
+        other._scratch = torch.empty(0, dtype=torch.uint8)
         return other
 
     def plan(self, batch: TokenBatch) -> None:
-        tokens = batch.num_tokens
-        paths: list[int] = []
-        path_starts = np.zeros(tokens + 1, dtype=np.int32)
-        if batch.tree is not None and batch.tree_start is not None:
-            tree = batch.tree.numpy()
-            for s, start in enumerate(batch.tree_start):
-                for t in range(batch.cu_seqlens[s], batch.cu_seqlens[s + 1]):
-                    paths += (np.flatnonzero(tree[t]) + start).tolist()
-                    path_starts[t + 1] = len(paths)
-        rows = np.repeat(np.arange(batch.num_seqs, dtype=np.int32), np.diff(batch.cu_seqlens))
-        tables = batch.block_tables.contiguous()
-        entries = np.array(paths, dtype=np.int32)
-        c = self.config
-        self._held = (batch, rows, tables, path_starts, entries)  # the kernels read their memory
+        tokens, tables, c = batch.num_tokens, batch.block_tables.contiguous(), self.config
+        held: list[np.ndarray] = []  # beside the batch: the kernels read their memory
+        rows_at = starts_at = entries_at = _zeros_at(1 << tokens.bit_length())
+        if batch.tree is not None:
+            held += _paths(batch)
+            starts_at, entries_at = (array.ctypes.data for array in held)
+        if batch.num_seqs > 1:
+            held.append(np.arange(batch.num_seqs, dtype=np.int32).repeat(np.diff(batch.cu_seqlens)))
+            rows_at = held[-1].ctypes.data
+        self._held = (batch, tables, held)
         self._batch = Batch(
-            *(
-                tokens,
-                c.num_heads,
-                c.num_kv_heads,
-                c.head_dim,
-                batch.page_size,
-                tables.shape[1],
-                int(self.share_prefix),
-            ),
-            *(batch.positions.data_ptr(), batch.slot_mapping.data_ptr(), batch.kv_lens.data_ptr()),
-            *(rows.ctypes.data, tables.data_ptr(), path_starts.ctypes.data, entries.ctypes.data),
+            *(tokens, c.num_heads, c.num_kv_heads, c.head_dim, batch.page_size, tables.shape[1]),
+            *(int(self.share_prefix), batch.positions.data_ptr(), batch.slot_mapping.data_ptr()),
+            *(batch.kv_lens.data_ptr(), rows_at, tables.data_ptr(), starts_at, entries_at),
         )
         self._rough = self._kernels.fr_attend_draft_scratch(ctypes.addressof(self._batch)) if self._drafts else 0
-        if self._rough:
-            self._scratch = torch.empty(self._rough, dtype=torch.uint8)
-        else:
-            self._scratch = torch.empty(self._kernels.fr_attend_scratch(ctypes.addressof(self._batch)))
+        self._scratch_at: int | None = None  # of this batch; layers that run at once have their own
 
     def store(self, qkv: Tensor, layer: int, kv: tuple[Tensor, Tensor], norms: tuple[Norm, Norm] | None) -> Tensor:
         c = self.config
@@ -129,11 +120,16 @@ class PagedCpuAttention(AttentionBackend):
 
     def attend(self, q: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> Tensor:
         q = q.contiguous()
+        if self._scratch_at is None:
+            size = self._rough or FLOAT_BYTES * self._kernels.fr_attend_scratch(ctypes.addressof(self._batch))
+            if self._scratch.numel() < size:
+                self._scratch = torch.empty(size, dtype=torch.uint8)
+            self._scratch_at = self._scratch.data_ptr()
         out = torch.empty(q.shape[0], q.shape[1] * q.shape[2])
         attend = self._kernels.fr_attend_draft if self._rough else self._kernels.fr_attend
         attend(
             *(ctypes.addressof(self._batch), q.data_ptr(), _cache(kv), self.config.windows[layer] or 0),
-            *(self.config.scale, self._scratch.data_ptr(), out.data_ptr()),
+            *(self.config.scale, self._scratch_at, out.data_ptr()),
         )
         return out
 
@@ -165,6 +161,25 @@ class PagedCpuAttention(AttentionBackend):
 
     def _rope(self, layer: int) -> Tensor:
         return self.ropes[self.config.layer_ropes[layer]].table
+
+
+@functools.cache
+def _zeros_at(count: int) -> int:
+    """Where so many zeros of 32 bits are, for as long as the process lives."""
+    _ZEROS.append(np.zeros(count, dtype=np.int32))
+    return int(_ZEROS[-1].ctypes.data)
+
+
+def _paths(batch: TokenBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Where each token's path through a draft tree begins among all entries on paths, and these."""
+    assert batch.tree is not None and batch.tree_start is not None
+    paths: list[int] = []
+    starts, tree = np.zeros(batch.num_tokens + 1, dtype=np.int32), batch.tree.numpy()
+    for s, start in enumerate(batch.tree_start):
+        for t in range(batch.cu_seqlens[s], batch.cu_seqlens[s + 1]):
+            paths += (np.flatnonzero(tree[t]) + start).tolist()
+            starts[t + 1] = len(paths)
+    return starts, np.array(paths, dtype=np.int32)
 
 
 def _cache(kv: tuple[Tensor, Tensor]) -> Cache:

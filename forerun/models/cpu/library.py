@@ -29,7 +29,7 @@ from forerun.models.fetch.store import home
 
 log = logging.getLogger("forerun")
 
-SOURCES = ("blocks.c", "attention.c", "draft_attention.c", "layers.c", "pool.c", "block.c", "ranking.c")
+SOURCES = ("blocks.c", "attention.c", "draft_attention.c", "layers.c", "pool.c", "block.c", "ranking.c", "draw.c")
 HEADERS = ("vec.h", "blocks.h", "tiles16.h", "tiles8.h", "attention.h", "layers.h", "pool.h")
 ABI = 7  # of the functions below
 COMPILE_S = 120.0  # a compiler that takes longer is given up
@@ -226,6 +226,7 @@ class RankCall(ctypes.Structure):
 FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "fr_packed_bytes": ([whole, number, number], number),
     "fr_pack": ([whole, pointer, number, number, pointer, number, number, pointer], None),
+    "fr_rows": ([whole, pointer, number, pointer, number, pointer], None),
     "fr_linear": ([pointer, pointer, pointer, real, number, pointer, pointer], None),
     "fr_gate": ([pointer, number, number, whole, pointer], None),
     "fr_store": ([pointer, pointer, pointer, Cache, pointer, pointer, pointer, real], None),
@@ -242,6 +243,7 @@ FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "fr_block": ([pointer, pointer, pointer, pointer, pointer, pointer, pointer, pointer], None),
     "fr_rank": ([pointer], None),
     "fr_likeliest": ([pointer, number, number, number, number, pointer, pointer], None),
+    "fr_draw": ([pointer, number, real, ctypes.c_double], number),
     "fr_quiesce": ([], None),
     "fr_set_threads": ([whole], None),
     "fr_pool_stats": ([pointer], None),

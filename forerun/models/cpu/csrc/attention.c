@@ -16,6 +16,9 @@
 #define SEGMENT 512  /* keys that are folded at a time: what threads share of one long sequence */
 #define MAX_ROWS 32  /* query heads of a tile of tokens */
 #define MAX_DIM 256
+#ifndef SERIAL_TOKENS
+#define SERIAL_TOKENS 8 /* fewer are stored and folded sooner than several threads agree to */
+#endif
 #define SPLIT_TOKENS 64 /* up to so many tokens the segments of one are work for several threads */
 #define KEYS 4       /* keys of a register tile */
 #define QUERIES (LANES / KEYS)
@@ -60,7 +63,7 @@ static void store_token(const void *arg, int64_t t, void *none) {
 void fr_store(const Batch *b, const float *qkv, float *q, Cache kv, const float *rope, const float *q_norm,
               const float *k_norm, float eps) {
     Store c = {b, qkv, q, kv, rope, q_norm, k_norm, eps};
-    if (b->tokens < 8)
+    if (b->tokens < SERIAL_TOKENS)
         for (int64_t t = 0; t < b->tokens; t++) store_token(&c, t, 0);
     else
         pool_run(&(Job){store_token, 0, &c, sizeof c, 0, b->tokens});
@@ -83,21 +86,30 @@ INLINE int64_t first_seen(const Attend *c, int64_t t) {
     return c->window > 0 && n > c->window ? n - c->window : 0;
 }
 
-/* Slot of key i of token t's sequence: entries before kv_lens, then those on its path through a tree. */
-INLINE int64_t slot(const Batch *b, int64_t t, int64_t i) {
-    int64_t e = i < b->kv_lens[t] ? i : b->paths[b->path_starts[t] + i - b->kv_lens[t]];
-    return b->tables[b->rows[t] * b->table_stride + e / b->page_size] * b->page_size + e % b->page_size;
+/* Slots of keys from..to of token t's sequence: entries before kv_lens, then those on its path through a tree. A page at
+ * a time: a division for each key would take a quarter of what one row's attention takes. */
+static void find_slots(const Batch *b, int64_t t, int64_t from, int64_t to, int64_t *slots) {
+    const int32_t *table = b->tables + b->rows[t] * b->table_stride;
+    int64_t size = b->page_size, page = from / size, i = from, end = to < b->kv_lens[t] ? to : b->kv_lens[t];
+    for (; i < end; page++) {
+        int64_t stop = (page + 1) * size < end ? (page + 1) * size : end, shift = (table[page] - page) * size;
+        for (; i < stop; i++) slots[i - from] = i + shift;
+    }
+    for (; i < to; i++) {
+        int64_t e = b->paths[b->path_starts[t] + i - b->kv_lens[t]];
+        slots[i - from] = table[e / size] * size + e % size;
+    }
 }
 
-/* Whether two tokens have the same keys in a segment, as far as both see it. */
+INLINE int on_path(const Batch *b, int64_t t) { return b->path_starts[t] < b->path_starts[t + 1]; }
+
+/* Whether two tokens have the same keys in a segment, as far as both see it; those of one sequence may part at a path. */
 static int same_keys(const Batch *b, int64_t s, int64_t t, int64_t from, int64_t to) {
-    int same_row = b->rows[s] == b->rows[t];
-    if (b->kv_lens[s] >= to && b->kv_lens[t] >= to) {
-        int64_t page = from / b->page_size, pages = (to + b->page_size - 1) / b->page_size - page;
-        const int32_t *table = b->tables + page;
-        return same_row || (b->share && !memcmp(table + b->rows[s] * b->table_stride, table + b->rows[t] * b->table_stride, pages * sizeof(int32_t)));
-    }
-    return same_row && b->path_starts[s] == b->path_starts[s + 1] && b->path_starts[t] == b->path_starts[t + 1];
+    if (b->rows[s] == b->rows[t]) return 1;
+    if (!b->share || b->kv_lens[s] < to || b->kv_lens[t] < to) return 0;
+    int64_t page = from / b->page_size, pages = (to + b->page_size - 1) / b->page_size - page;
+    const int32_t *table = b->tables + page;
+    return !memcmp(table + b->rows[s] * b->table_stride, table + b->rows[t] * b->table_stride, pages * sizeof(int32_t));
 }
 
 /* scores[r][k] = q[r] . keys[k] for n query rows and KEYS keys. */
@@ -199,15 +211,46 @@ INLINE void fetch(const float *row, int64_t dim) {
     for (int64_t d = 0; d < dim; d += 16) __builtin_prefetch(row + d, 0, 2);
 }
 
-/* Tokens s..t, which share their keys, over one segment: state and acc [tokens, group(, dim)]. */
+/* Keys, then values. */
+static void fetch_block(const Attend *c, int64_t h, const int64_t *slots, int64_t count) {
+    for (int64_t k = 0; k < count; k++) fetch(c->kv.k + slots[k] * c->kv.slot_stride + h * c->kv.head_stride, c->b->dim);
+    for (int64_t k = 0; k < count; k++) fetch(c->kv.v + slots[k] * c->kv.slot_stride + h * c->kv.head_stride, c->b->dim);
+}
+
+/* Tokens s..t over keys from..from + count, which lie in these slots. */
+static void attend_block(const Attend *c, int64_t h, int64_t s, int64_t t, int64_t from, int64_t count,
+                         const int64_t *slots, const float *q, State *state, float *acc) {
+    const Batch *b = c->b;
+    int64_t group = b->heads / b->kv_heads, dim = b->dim, rows = (t - s) * group;
+    float scores[MAX_ROWS * BLOCK] __attribute__((aligned(64)));
+    const float *keys[BLOCK], *values[BLOCK];
+    for (int64_t k = 0; k < count; k++) {
+        int64_t at = slots[k] * c->kv.slot_stride + h * c->kv.head_stride;
+        keys[k] = c->kv.k + at, values[k] = c->kv.v + at;
+    }
+    for (int64_t k = count; k % KEYS; k++) keys[k] = keys[0];
+    score(q, rows, keys, count, dim, scores);
+    for (int64_t i = s; i < t; i++)
+        for (int64_t g = 0; g < group; g++) {
+            int64_t r = (i - s) * group + g, hi = seen(b, i) - from, lo = first_seen(c, i) - from;
+            if (hi <= 0 || lo >= BLOCK) memset(scores + r * BLOCK, 0, BLOCK * sizeof(float)); /* sees none of them */
+            else weights_of(scores + r * BLOCK, lo, hi < BLOCK ? hi : BLOCK, state + r, acc + r * dim, dim);
+        }
+    weigh(scores, rows, values, count, dim, acc);
+}
+
+/* Tokens s..t, which share their keys up to where one's path through a tree begins, over one segment: state and acc
+ * [tokens, group(, dim)]. */
 static void attend_segment(const Attend *c, int64_t h, int64_t s, int64_t t, int64_t segment, State *state, float *acc) {
     const Batch *b = c->b;
-    int64_t group = b->heads / b->kv_heads, dim = b->dim, rows = (t - s) * group, longest = 0, lowest = INT64_MAX, widest = s;
-    float q[MAX_ROWS * MAX_DIM] __attribute__((aligned(64))), scores[MAX_ROWS * BLOCK] __attribute__((aligned(64)));
+    int64_t group = b->heads / b->kv_heads, dim = b->dim, rows = (t - s) * group, lowest = INT64_MAX, widest = s;
+    int64_t longest = 0, shared = INT64_MAX, to = (segment + 1) * SEGMENT;
+    float q[MAX_ROWS * MAX_DIM] __attribute__((aligned(64)));
     for (int64_t i = s; i < t; i++) {
         int64_t n = seen(b, i), low = first_seen(c, i);
         if (n > longest) longest = n, widest = i;
         if (low < lowest) lowest = low;
+        if (t - s > 1 && on_path(b, i) && b->kv_lens[i] < shared) shared = b->kv_lens[i];
         for (int64_t g = 0; g < group; g++) {
             const float *from = c->q + (i * b->heads + h * group + g) * dim;
             float *to = q + ((i - s) * group + g) * dim;
@@ -216,27 +259,26 @@ static void attend_segment(const Attend *c, int64_t h, int64_t s, int64_t t, int
         }
     }
     memset(acc, 0, rows * dim * sizeof(float));
-    int64_t end = (segment + 1) * SEGMENT < longest ? (segment + 1) * SEGMENT : longest;
-    for (int64_t from = segment * SEGMENT; from < end; from += BLOCK) {
-        if (from + BLOCK <= lowest) continue;
-        const float *keys[BLOCK], *values[BLOCK];
-        int64_t count = end - from < BLOCK ? end - from : BLOCK;
-        for (int64_t k = 0; k < count; k++) {
-            int64_t at = slot(b, widest, from + k) * c->kv.slot_stride + h * c->kv.head_stride;
-            keys[k] = c->kv.k + at, values[k] = c->kv.v + at;
-        }
-        for (int64_t k = count; k % KEYS; k++) keys[k] = keys[0];
-        for (int64_t k = 0; k < count; k++) fetch(values[k], dim);
-        score(q, rows, keys, count, dim, scores);
-        for (int64_t k = from + BLOCK; k < end && k < from + 2 * BLOCK; k++) /* the next keys: 1 row takes 0.7 of the time */
-            fetch(c->kv.k + slot(b, widest, k) * c->kv.slot_stride + h * c->kv.head_stride, dim);
-        for (int64_t i = s; i < t; i++)
-            for (int64_t g = 0; g < group; g++) {
-                int64_t r = (i - s) * group + g, hi = seen(b, i) - from, lo = first_seen(c, i) - from;
-                if (hi <= 0 || lo >= BLOCK) memset(scores + r * BLOCK, 0, BLOCK * sizeof(float)); /* sees none of them */
-                else weights_of(scores + r * BLOCK, lo, hi < BLOCK ? hi : BLOCK, state + r, acc + r * dim, dim);
+    int64_t slots[2][BLOCK], from = segment * SEGMENT, end = to < longest ? to : longest, found = -1;
+    while (from + BLOCK <= lowest) from += BLOCK;
+    for (int now = 0; from < end; from += BLOCK, now ^= 1) {
+        int64_t next = from + BLOCK, count = end - from < BLOCK ? end - from : BLOCK;
+        if (from + count > shared) { /* each token has keys of its own */
+            for (int64_t i = s; i < t; i++) {
+                int64_t own = seen(b, i) - from < count ? seen(b, i) - from : count, r = (i - s) * group;
+                if (own <= 0) continue;
+                find_slots(b, i, from, from + own, slots[0]);
+                attend_block(c, h, i, i + 1, from, own, slots[0], q + r * dim, state + r, acc + r * dim);
             }
-        weigh(scores, rows, values, count, dim, acc);
+            continue;
+        }
+        if (found != from) find_slots(b, widest, from, from + count, slots[now]), fetch_block(c, h, slots[now], count);
+        if (next < end && next < shared) { /* what comes next is on its way meanwhile */
+            int64_t ahead = end - next < BLOCK ? end - next : BLOCK;
+            find_slots(b, widest, next, next + ahead, slots[now ^ 1]), found = next;
+            fetch_block(c, h, slots[now ^ 1], ahead);
+        }
+        attend_block(c, h, s, t, from, count, slots[now], q, state, acc);
     }
 }
 
@@ -271,6 +313,10 @@ static void segment_chunk(const void *arg, int64_t chunk, void *none) {
         for (t = s + 1; t < end && same_keys(b, s, t, segment * SEGMENT, (segment + 1) * SEGMENT); t++) {}
         attend_segment(c, h, s, t, segment, state, acc);
         for (int64_t r = 0; r < (t - s) * group; r++) {
+            if (c->segments == 1) { /* there is nothing to fold it with: the same bits */
+                finish(c, h, s + r / group, r % group, state + r, acc + r * dim);
+                continue;
+            }
             float *to = c->partial + (((h * c->segments + segment) * b->tokens + s) * group + r) * (2 + dim);
             memcpy(to, state + r, sizeof *state), memcpy(to + 2, acc + r * dim, dim * sizeof(float));
         }
@@ -337,7 +383,8 @@ void fr_attend(const Batch *b, const float *q, Cache kv, int64_t window, float s
     }
     c.segments = need / (b->tokens * b->heads * (2 + b->dim));
     pool_run(&(Job){segment_chunk, 0, &c, sizeof c, 0, b->kv_heads * c.segments * c.tiles});
-    if (b->tokens < 8)
+    if (c.segments == 1) return;
+    if (b->tokens < SERIAL_TOKENS)
         for (int64_t t = 0; t < b->tokens; t++) fold_chunk(&c, t, 0);
     else
         pool_run(&(Job){fold_chunk, 0, &c, sizeof c, 0, b->tokens});

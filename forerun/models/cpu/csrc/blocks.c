@@ -158,6 +158,55 @@ void fr_pack(int type, const uint8_t *src, int64_t rows, int64_t cols, const int
         }
 }
 
+/* ---- single rows ------------------------------------------------------------------------------------------------- */
+
+static float half(const uint8_t *p) {
+    uint16_t h;
+    memcpy(&h, p, 2);
+    uint32_t exponent = h >> 10 & 31, mantissa = h & 1023, bits = exponent == 31 ? 255u << 23 : (exponent + 112) << 23;
+    float value;
+    bits |= mantissa << 13;
+    memcpy(&value, &bits, 4);
+    if (!exponent) value = (float)mantissa * 0x1p-24f;
+    return h >> 15 ? -value : value;
+}
+/* q * factor + shift, each rounded: compilers would make one operation of two. */
+INLINE float scaled(int q, float factor, float shift) {
+    float value = (float)q * factor;
+#ifdef __aarch64__
+    __asm__("" : "+w"(value));
+#else
+    __asm__("" : "+x"(value));
+#endif
+    return value + shift;
+}
+
+/* Some rows of a file's matrix as floats, [count, cols]. */
+void fr_rows(int type, const uint8_t *src, int64_t cols, const int64_t *which, int64_t count, float *out) {
+    const Kind *k = kind_of(type);
+    int64_t blocks = cols / k->per;
+    uint8_t q[SUPER], scale[8], min[8];
+    for (int64_t t = 0; t < count; t++) {
+        const uint8_t *s = src + which[t] * blocks * k->file_bytes;
+        for (int64_t b = 0; b < blocks; b++, s += k->file_bytes, out += k->per) {
+            unpack_block(type, s, q);
+            if (type == F16) *out = half(s);
+            else if (type == Q4_K || type == Q5_K) {
+                float d = half(s), dm = -half(s + 2);
+                unpack_scales(s + 4, scale, min);
+                for (int i = 0; i < SUPER; i++) out[i] = scaled(q[i], scale[i / 32] * d, min[i / 32] * dm);
+            } else if (type == Q6_K) {
+                float d = half(s + 208);
+                for (int i = 0; i < SUPER; i++) out[i] = scaled(q[i] - 32, (int8_t)s[192 + i / 16] * d, 0);
+            } else {
+                int zero = type == Q4_0 ? 8 : type == Q5_0 ? 16 : type == Q8_0 ? 128 : 0;
+                float d = half(s), m = k->mins ? half(s + 2) : 0;
+                for (int i = 0; i < GROUP; i++) out[i] = scaled(q[i] - zero, d, m);
+            }
+        }
+    }
+}
+
 /* ---- activations ------------------------------------------------------------------------------------------------ */
 
 /* Prepared activations: a tile of up to TILE rows side by side, so that a kernel finds all of them at fixed distances from
