@@ -170,8 +170,8 @@ static float half(const uint8_t *p) {
     if (!exponent) value = (float)mantissa * 0x1p-24f;
     return h >> 15 ? -value : value;
 }
-/* q * factor + shift, each rounded: compilers would make one operation of two. */
-INLINE float scaled(int q, float factor, float shift) {
+/* q * factor + shift, each rounded: compilers would make one operation of two. A shift of -0 changes nothing. */
+INLINE float value_of(int q, float factor, float shift) {
     float value = (float)q * factor;
 #ifdef __aarch64__
     __asm__("" : "+w"(value));
@@ -194,14 +194,14 @@ void fr_rows(int type, const uint8_t *src, int64_t cols, const int64_t *which, i
             else if (type == Q4_K || type == Q5_K) {
                 float d = half(s), dm = -half(s + 2);
                 unpack_scales(s + 4, scale, min);
-                for (int i = 0; i < SUPER; i++) out[i] = scaled(q[i], scale[i / 32] * d, min[i / 32] * dm);
+                for (int i = 0; i < SUPER; i++) out[i] = value_of(q[i], scale[i / 32] * d, min[i / 32] * dm);
             } else if (type == Q6_K) {
                 float d = half(s + 208);
-                for (int i = 0; i < SUPER; i++) out[i] = scaled(q[i] - 32, (int8_t)s[192 + i / 16] * d, 0);
+                for (int i = 0; i < SUPER; i++) out[i] = value_of(q[i] - 32, (int8_t)s[192 + i / 16] * d, -0.0f);
             } else {
                 int zero = type == Q4_0 ? 8 : type == Q5_0 ? 16 : type == Q8_0 ? 128 : 0;
-                float d = half(s), m = k->mins ? half(s + 2) : 0;
-                for (int i = 0; i < GROUP; i++) out[i] = scaled(q[i] - zero, d, m);
+                float d = half(s), m = k->mins ? half(s + 2) : -0.0f;
+                for (int i = 0; i < GROUP; i++) out[i] = value_of(q[i] - zero, d, m);
             }
         }
     }
