@@ -239,7 +239,9 @@ def test_texts_that_are_counted_delay_no_answer(served: Running, monkeypatch: py
     counting = served.app.state.context.pool.counted
     threads = [threading.Thread(target=count, args=(30 if number < 6 else 4,)) for number in range(8)]
     try:
-        for thread in threads:
+        threads[0].start()
+        wait_for(lambda: bool(encoded))  # the one that is tokenised: the others wait for it
+        for thread in threads[1:]:
             thread.start()
         wait_for(lambda: counting[""] == 8000)
         assert error(served.post("/tokenize", {"prompt": "a" * 1000}), 429)["code"] == "queue_full"
