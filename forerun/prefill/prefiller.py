@@ -414,7 +414,7 @@ class Prefiller:
         """More of the same ranking, or exact prefill where that would cost more or enough was tried."""
         tried = state.report.rounds - 1
         if not len(state.scores):  # so far it was only looked at
-            state.scores = self._rank(state)
+            state.scores = np.asarray(self._rank(state))  # by the tail, which scores any text
             if state.tail_logits is None:
                 state.tail_logits = self._tail_logits(state)
         share = self.profile_of(state.source.name).share * SLICE_GROWTH ** (tried + 1)

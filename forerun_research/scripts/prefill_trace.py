@@ -267,13 +267,11 @@ def measure(
             source.narrow(window)
             keep({"tokens": length, "window": window, **timed(llm, cases, args.runs)})
         source.narrow(args.read_windows[0])
-    ways = [(staged, timeline), (traced, None)]
-    for way, with_timeline in ways:
+    for way in (lambda *given: staged(llm, timeline, *given), lambda *given: traced(llm, *given)):
         for length, cases in (*edited.items(), *plain.items()):
             for prefill in (CHUNK,) if cases[0][0] is not None else (SPECULATIVE, Prefill()):
                 if not late():
-                    own = (llm, cases[0], prefill) if with_timeline is None else (llm, timeline, cases[0], prefill)
-                    keep({"length": length, **way(*own)})
+                    keep({"length": length, **way(cases[0], prefill)})
 
 
 def _numbers(text: str) -> list[int]:
