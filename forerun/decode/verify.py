@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from forerun.core import ROOT, Draft, TokenLogprob, Verdict
-from forerun.decode.sampling import Context, Row, SeededRng, choose, distribution, likeliest, logprob, shape
+from forerun.decode.sampling import Context, Row, SeededRng, choose, distribution, logprob, shape
 from forerun.decode.verifiers.base import MatchVerifier, Verifier
 from forerun.errors import ForerunError
-from forerun.models.decoder import Output
+from forerun.models.decoder import Output, likeliest
 
 log = logging.getLogger("forerun")
 

@@ -141,7 +141,7 @@ class Checker:
         return send(values, self._decoder.device)
 
     def among(self, entries: np.ndarray) -> np.ndarray:
-        """Which of these entries, in order, are check spans'; none where nobody looks at their rows."""
+        """Which of these entries, in order, are check spans'; none where their rows are not compared."""
         if not self._whole:
             return np.zeros(0, dtype=np.int64)
         at = np.searchsorted(self._entries, entries).clip(max=len(self._entries) - 1)

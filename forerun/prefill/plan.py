@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from forerun.errors import BadRequest
 from forerun.models.config import ModelConfig
 from forerun.options import check_number
 from forerun.prefill.checks import CheckSpan
@@ -19,6 +20,14 @@ from forerun.prefill.gate import DamageGate
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillState
+
+
+def length_problem(source: KVSource, tokens: int) -> BadRequest | None:
+    """Why a source cannot draft a prompt of so many tokens."""
+    if source.max_tokens is None or tokens <= source.max_tokens:
+        return None
+    hint = "shorten it, or allow exact prefill for such prompts: allow_exact=True (--allow-exact)"
+    return BadRequest(f"the prompt has {tokens} tokens, the draft model reads at most {source.max_tokens}", hint)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from forerun.prefill.plan import (
     expected_plan,
     first_look,
     least_work,
+    length_problem,
     next_slice,
     plan,
     required,
@@ -104,7 +105,7 @@ class Prefiller:
         except ForerunError as error:
             return error
         problem = chooser_problem(chooser_for(settings.chooser), source.name, self._cross is not None)
-        problem = problem or source.refusal(num_tokens) or self._quality_problem(settings, source.name)
+        problem = problem or length_problem(source, num_tokens) or self._quality_problem(settings, source.name)
         if problem is not None or settings.budget is None or num_tokens < self.policy.shortest + self.policy.tail:
             return problem
         least = self._least_cost(settings, source, num_tokens)
@@ -267,7 +268,7 @@ class Prefiller:
         state.source.read(state, count)
         drafted = slice(state.first, min(state.read, state.end))
         new = max(0, drafted.stop - max(state.first, state.read - count))
-        state.report.token_layers += state.source.layers_run(state) * new
+        state.report.token_layers += (0 if state.copied else state.source.base) * new
         state.depths[drafted] = np.maximum(state.depths[drafted], state.source.base)
         state.spent += state.source.cost(count)
         state.report.read_s += time.perf_counter() - start

@@ -68,6 +68,7 @@ class PrefillState:
     opened: bool = False
     source: KVSource = field(init=False)
     source_state: Any = None  # what the source keeps about this prompt
+    copied: bool = False  # whether reading runs no layer of the target, not those below the source's base either
     tail_attention: TailAttention | None = None  # collected while the tail is read, where tokens are chosen by it
     costs: Costs = field(init=False)
     scores: np.ndarray = field(default_factory=_none)  # [len(tokens)] the chooser's

@@ -27,13 +27,6 @@ class KVSource(ABC):
     leaves_gaps: bool = False  # whether `missing` may have entries
     min_length_scale: float = 1.0  # of the policy's shortest prompt: less where reading costs next to nothing
 
-    def refusal(self, tokens: int) -> BadRequest | None:
-        """Why it cannot draft a prompt of so many tokens."""
-        if self.max_tokens is None or tokens <= self.max_tokens:
-            return None
-        hint = "shorten it, or allow exact prefill for such prompts: allow_exact=True (--allow-exact)"
-        return BadRequest(f"the prompt has {tokens} tokens, the draft model reads at most {self.max_tokens}", hint)
-
     def open(self, state: PrefillState) -> None:  # noqa: B027 (optional)
         """Prepare for a prompt before anything runs; may advance `state.read` past what need not be read."""
 
@@ -46,10 +39,6 @@ class KVSource(ABC):
     @abstractmethod
     def cost(self, tokens: int) -> float:
         """Work of reading so many tokens, maps included, in tokens of the target's own prefill."""
-
-    def layers_run(self, state: PrefillState) -> int:
-        """Layers of the target that reading runs for every entry."""
-        return self.base
 
     def finish(self, state: PrefillState) -> None:  # noqa: B027 (optional)
         """The prompt is done or cancelled: release what is held for it."""

@@ -64,7 +64,7 @@ class ChunkSource(KVSource):
         for match in matches:
             copied[match.start : match.start + match.count] = True
         state.source_state = _Reuse(matches, pages, first, copied, *np.zeros((2, 2, state.end), dtype=np.float32))
-        state.read = max(state.read, state.first)
+        state.read, state.copied = max(state.read, state.first), not self._by_deviation(state)
 
     @torch.inference_mode()
     def read(self, state: PrefillState, count: int) -> None:
@@ -84,9 +84,6 @@ class ChunkSource(KVSource):
 
     def cost(self, tokens: int) -> float:
         return tokens * COPY_COST
-
-    def layers_run(self, state: PrefillState) -> int:
-        return self.base if self._by_deviation(state) else 0
 
     def finish(self, state: PrefillState) -> None:
         if isinstance(state.source_state, _Reuse):

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from forerun.core import SamplingParams
-from forerun.decode.sampling import choose_by_number, distribution, likeliest
+from forerun.decode.sampling import choose_by_number, distribution
 from forerun.models.cpu.block_linear import FORMATS, ROW_BYTES
 from forerun.models.cpu.library import library
 from forerun.models.cpu.rows import MAX_ROWS, BlockEmbeddings, draw
+from forerun.models.decoder import likeliest
 from forerun.models.formats.dequant import EmbeddingRows
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there are no C kernels here")

@@ -21,6 +21,7 @@ from forerun.models.execution.runner import Span
 from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.prefill import maps
 from forerun.prefill.calibration.dense import DenseModel
+from forerun.prefill.plan import length_problem
 from forerun.prefill.recompute import Rows
 from forerun.prefill.sources.draft import WIDE_LAYERS, DraftSource
 from tests import tiny
@@ -280,8 +281,8 @@ def test_a_draft_that_reads_less_than_the_prompt_says_so(tiny_folder: Folder, tm
     folder = tiny_folder("llama")
     source = source_of(make_draft_context(folder, draft=little), folder)
     assert source.max_tokens == 32
-    assert source.refusal(32) is None
-    problem = source.refusal(33)
+    assert length_problem(source, 32) is None
+    problem = length_problem(source, 33)
     assert isinstance(problem, BadRequest) and "33" in str(problem) and "32" in str(problem)
     assert "allow_exact" in problem.hint and "source=self" not in problem.hint  # which this profile does not have
 
