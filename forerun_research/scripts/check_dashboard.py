@@ -8,8 +8,8 @@ refused fails the check, one without data is listed (drafted prompts and tiers n
 
 `--grafana-home FOLDER` (an unpacked release of Grafana) starts one with the dashboard, `--grafana
 http://admin:admin@127.0.0.1:3000` imports it into one that runs; both open it in a browser, where every panel has to
-appear without an error. `--types FOLDER` checks the JSON against Grafana's types, after `npm install @grafana/schema
-typescript` there.
+appear without an error, and show data where Prometheus has some. `--types FOLDER` checks the JSON against Grafana's
+types, after `npm install @grafana/schema typescript` there.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def query(prometheus: str, expression: str) -> dict[str, Any]:
     return dict(httpx.get(f"{prometheus}/api/v1/query", params={"query": expression}, timeout=30).json())
 
 
-def check(server: str, prometheus: str) -> bool:
-    """Whether all expressions were evaluated."""
+def check(server: str, prometheus: str) -> tuple[bool, set[str]]:
+    """Whether all expressions were evaluated, and the titles of panels that have data."""
     for _ in range(MIN_SCRAPES):
         answer(server)
         time.sleep(SCRAPE_S)
-    errors, empty, filled = 0, 0, 0
+    errors, empty, filled = 0, 0, []
     for title, expression in expressions():
         found = query(prometheus, expression)
         if found["status"] != "success":
@@ -70,9 +70,9 @@ def check(server: str, prometheus: str) -> bool:
             empty += 1
             print(f"no data  {title}: {expression}")
         else:
-            filled += 1
-    print(f"{filled} expressions with data, {empty} without, {errors} refused")
-    return not errors and filled > 0
+            filled.append(title)
+    print(f"{len(filled)} expressions with data, {empty} without, {errors} refused")
+    return not errors and bool(filled), set(filled)
 
 
 @contextmanager
@@ -93,14 +93,14 @@ def scraping(server: str, program: str, folder: Path) -> Iterator[str]:
         process.wait(20)
 
 
-def opened(given: argparse.Namespace, prometheus: str, folder: Path) -> list[str]:
+def opened(given: argparse.Namespace, prometheus: str, folder: Path, filled: set[str]) -> list[str]:
     """What is wrong in the Grafana that was named."""
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     if given.grafana_home:
         with grafana.started(given.grafana_home.resolve(), folder, prometheus, dashboard) as url:
-            return grafana.open_in_browser(url, dashboard, given.picture)
+            return grafana.open_in_browser(url, dashboard, filled, given.picture)
     wrong = grafana.import_into(given.grafana, prometheus, dashboard)
-    return wrong + grafana.open_in_browser(given.grafana, dashboard, given.picture)
+    return wrong + grafana.open_in_browser(given.grafana, dashboard, filled, given.picture)
 
 
 def main() -> int:
@@ -117,9 +117,9 @@ def main() -> int:
         wrong = grafana.type_errors(given.types.resolve(), json.loads(DASHBOARD.read_text(encoding="utf-8")))
         print(f"Grafana's types: {len(wrong)} errors")
     with tempfile.TemporaryDirectory() as name, scraping(given.server, given.prometheus, Path(name)) as prometheus:
-        good = check(given.server, prometheus)
+        good, filled = check(given.server, prometheus)
         if given.grafana or given.grafana_home:
-            found = opened(given, prometheus, Path(name))
+            found = opened(given, prometheus, Path(name), filled)
             print(f"Grafana: {len(found)} panels or steps are wrong")
             wrong += found
     print("\n".join(wrong))

@@ -13,7 +13,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ def free_port() -> int:
 
 
 def data_source(prometheus: str) -> dict[str, Any]:
-    return {"name": SOURCE, "type": "prometheus", "access": "proxy", "url": prometheus, "isDefault": True}
+    source = {"name": SOURCE, "type": "prometheus", "access": "proxy", "url": prometheus, "isDefault": True}
+    return source | {"jsonData": {"timeInterval": "1s"}}  # as scraped: seconds of data will do for rates
 
 
 def by_name(dashboard: Any) -> Any:
@@ -117,8 +118,9 @@ def import_into(grafana: str, prometheus: str, dashboard: dict[str, Any]) -> lis
     return wrong
 
 
-def open_in_browser(grafana: str, dashboard: dict[str, Any], picture: str | None) -> list[str]:
-    """Opens the dashboard in a window that is tall enough for all panels; what it does not show as it should."""
+def open_in_browser(grafana: str, dashboard: dict[str, Any], filled: set[str], picture: str | None) -> list[str]:
+    """Opens the dashboard in a window that is tall enough for all panels; what it does not show as it should.
+    `filled`: titles of panels whose expressions have data."""
     from playwright.sync_api import sync_playwright
 
     browser_path = os.environ.get("FORERUN_BROWSER") or next(path for path in BROWSERS if Path(path).exists())
@@ -126,16 +128,17 @@ def open_in_browser(grafana: str, dashboard: dict[str, Any], picture: str | None
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])
         rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in dashboard["panels"])
         page = browser.new_page(viewport={"width": 1600, "height": 40 * rows + 400})  # a row has 38 pixels
-        page.goto(f"{grafana}/d/{dashboard['uid']}?kiosk&from=now-5m&to=now", timeout=OPEN_S * 1000)
-        wrong = wrong_panels(page, dashboard, OPEN_S)
+        page.goto(f"{grafana}/d/{dashboard['uid']}?kiosk&from=now-2m&to=now&refresh=5s", timeout=OPEN_S * 1000)
+        wrong = wrong_panels(page, dashboard, OPEN_S, filled)
         if picture:
             page.screenshot(path=picture)
         browser.close()
     return wrong
 
 
-def wrong_panels(page: Any, dashboard: dict[str, Any], limit_s: float) -> list[str]:
-    """Panels that did not appear within the limit, that have an error, or that the browser has no plugin for."""
+def wrong_panels(page: Any, dashboard: dict[str, Any], limit_s: float, filled: Collection[str] = ()) -> list[str]:
+    """Panels that did not appear within the limit, that have an error, that the browser has no plugin for, or that show
+    no data where there is some."""
     titles = [panel["title"] for panel in dashboard["panels"] if panel["type"] != "row"]
     end, missing = time.monotonic() + limit_s, titles
 
@@ -154,7 +157,11 @@ def wrong_panels(page: Any, dashboard: dict[str, Any], limit_s: float) -> list[s
             wrong.append(f"error in: {title}")
         if shown.get_by_text("Panel plugin not found").count():
             wrong.append(f"no plugin for: {title}")
-    return wrong
+    empty = [title for title in titles if title in filled and title not in missing]
+    while empty and time.monotonic() < end:
+        page.wait_for_timeout(250)
+        empty = [title for title in empty if panel(title).get_by_text("No data").count()]
+    return wrong + [f"no data in: {title}" for title in empty]
 
 
 def type_errors(packages: Path, dashboard: dict[str, Any]) -> list[str]:

@@ -40,6 +40,10 @@ def test_panels_that_are_missing_or_have_errors(browser: Browser):
     page.set_content("".join([failed, unknown, *map(panel, titles[3:])]))
     wrong = grafana.wrong_panels(page, shown, 0.5)
     assert wrong == [f"no panel: {titles[0]}", f"error in: {titles[1]}", f"no plugin for: {titles[2]}"]
+    page.set_content(
+        "".join([panel(titles[0], "<p>No data</p>"), panel(titles[1], "No data"), *map(panel, titles[2:])])
+    )
+    assert grafana.wrong_panels(page, shown, 0.5, {titles[0], titles[2]}) == [f"no data in: {titles[0]}"]
     page.close()
 
 

@@ -45,18 +45,17 @@ class OnDevice:
         return self.host.on_device(sequences, forwards_s + self.target.seconds(count, sequences, batch.context))
 
     def free_is_better(self, batch: DraftedBatch, plan: PaidPlan) -> bool:
-        """Whether the host should have the free drafts of this batch verified, in place of a step on the device. Before
-        the draft model has read, that step takes as long as reading more, and where free drafts turn out right nothing
-        need be read. Later a lower bound has to pay for going back to the device, too, where the draft model reads what
-        was accepted."""
+        """Whether the host should have the free drafts of this batch verified, in place of steps on the device. Before
+        the draft model has read, such a step may save that, and reading counts against the tokens surely to come. Later
+        a lower bound has to pay for going back to the device, too, where the draft model reads what was accepted."""
         n, reading_s = len(batch.stats), sum(plan.start_s)
         found = self._selected(batch, self._costs(n, batch.spent_s), doubt=not reading_s)
         if found.size == n:
             return False
         tokens, seconds, rate = sum(found.gains), found.seconds, plan.rate
         if reading_s:
-            step_s = self.on_device_s(plan.drafter, batch)
-            rate *= step_s / (step_s + reading_s)
+            surely = n * min(map(self.acceptance.expected_remaining, batch.stats))
+            rate = surely / (surely / plan.rate + reading_s)
         else:
             seconds += self.drafters[plan.drafter].seconds(round(tokens), n, batch.context) + self.host.paid(n)
             for s, gain in zip(batch.stats, found.gains, strict=True):

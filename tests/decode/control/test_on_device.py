@@ -26,9 +26,9 @@ def asked(prob: float, nodes: int, start_s: float, rate: float = 2000.0) -> tupl
     return found, stats.gain.beside
 
 
-def test_before_the_draft_model_has_read_free_drafts_are_compared_with_a_step_that_reads() -> None:
+def test_before_the_draft_model_has_read_reading_counts_against_the_tokens_surely_to_come() -> None:
     assert asked(0.8, 8, 4e-3) == (True, 0.0)  # 4.3 tokens in 1.4 ms
-    assert asked(0.4, 8, 4e-3)[0] and not asked(0.4, 8, 0.2e-3)[0]  # less is enough where reading takes longer
+    assert not asked(0.4, 8, 4e-3)[0] and asked(0.4, 8, 200e-3)[0]  # less is enough where reading takes longer
     assert not asked(0.8, 8, 4e-3, rate=9000.0)[0]
 
 
