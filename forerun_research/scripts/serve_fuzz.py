@@ -7,7 +7,7 @@ measures the longest gap between two events and the longest wait for the first; 
 number of all clients over that of streams (of the first: four times, as the server's fairness has it). A line every
 half minute, one verdict at the end (`problems`), exit status 1 where it is not clean: no stream changed, lost (429
 too), or stalled for more than 2 s beyond its share; no 5xx and no error in the server's log; memory flat after the
-first third; every answer ended and every page back in the pool.
+first third of the time in which streams and fuzzers run together; every answer ended and every page back in the pool.
 `--streams 58 --fuzzers 6 --minutes 5` is the load of 64 clients of which a tenth is hostile. `--session-tokens 2300`
 begins with fuzzers' sessions as large as half an hour makes them. `--summary FILE` writes
 all figures as JSON, with the requests that were in flight during each stall and how the pool was then.
@@ -74,6 +74,7 @@ class FuzzReport:
     gaps: list[Stall] = field(default_factory=list)  # the longest of each stream
     firsts: list[Stall] = field(default_factory=list)
     statuses: Counter[str] = field(default_factory=Counter)
+    since: float = 0.0  # time.perf_counter() when streams and fuzzers began to run together
     late_s: float = 0.0
     failures: list[str] = field(default_factory=list)  # 5xx, with what was sent
     sent: list[tuple[float, float, str]] = field(default_factory=list)  # by fuzzers: begin, end, the request's start
@@ -294,7 +295,8 @@ async def run(server: ServerSide, asks: list[LoadRequest], texts: list[str], arg
     fuzzing.report = FuzzReport(changed=calm.changed, lost=calm.lost, failures=calm.failures)
     if args.session_tokens:
         await fuzzing.grow_sessions(args.session_tokens)
-    until = time.perf_counter() + seconds
+    fuzzing.report.since = time.perf_counter()
+    until = fuzzing.report.since + seconds
     await asyncio.gather(
         fuzzing.streams(asks, texts, seconds), *(fuzzing.fuzz(number, until) for number in range(args.fuzzers))
     )
@@ -376,7 +378,7 @@ def main() -> int:
             errors = [line for line in log.read_text().splitlines() if " ERROR " in line]
         finally:
             exit_status = server.close()
-    samples = [size for _, size in memory.samples]
+    samples = [size for at, size in memory.samples if at >= report.since]
     growth, (longest, first) = memory_growth(samples), report.longest()
     why = problems(report, left, errors, growth, exit_status)
     tenths = [round(samples[len(samples) * i // 10]) for i in range(10)] if samples else []
@@ -384,7 +386,9 @@ def main() -> int:
           f"stalled {len(report.stalled)}; longest gap {longest:.2f} s, longest first {first:.2f} s")  # fmt: skip
     print(f"fuzzers: {sum(report.statuses.values())}: {dict(report.statuses.most_common())}")
     print(f"5xx or none: {len(report.failures)}, errors in the log {len(errors)}")
-    print(f"memory: {growth:+.0f} MB after the first third (by tenths {' '.join(map(str, tenths))})")
+    print(
+        f"memory: {growth:+.0f} MB after a third of the time that all ran together (by tenths {' '.join(map(str, tenths))})"
+    )
     print(f"left behind: {left or 0}; this program itself was late by {report.late_s:.1f} s, which does not count")
     details = [*report.changed, *report.lost, *report.stalled, *report.failures, *errors]
     for line in details[:20]:

@@ -81,7 +81,7 @@ class Memory:
     """Resident memory of a process, sampled once a second in a thread; use as a context."""
 
     process: psutil.Process
-    samples: list[tuple[float, float]] = field(default_factory=list)  # seconds, MB
+    samples: list[tuple[float, float]] = field(default_factory=list)  # time.perf_counter(), MB
     _done: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> Memory:
@@ -94,9 +94,8 @@ class Memory:
         self._thread.join()
 
     def _sample(self) -> None:
-        start = time.perf_counter()
         while not self._done.wait(1.0):
-            self.samples.append((time.perf_counter() - start, self.process.memory_info().rss / 1e6))
+            self.samples.append((time.perf_counter(), self.process.memory_info().rss / 1e6))
 
     def slope(self, skip: float) -> float:
         """MB a minute by least squares, without the first `skip` of all samples, when caches still fill."""
