@@ -386,9 +386,8 @@ def main() -> int:
           f"stalled {len(report.stalled)}; longest gap {longest:.2f} s, longest first {first:.2f} s")  # fmt: skip
     print(f"fuzzers: {sum(report.statuses.values())}: {dict(report.statuses.most_common())}")
     print(f"5xx or none: {len(report.failures)}, errors in the log {len(errors)}")
-    print(
-        f"memory: {growth:+.0f} MB after a third of the time that all ran together (by tenths {' '.join(map(str, tenths))})"
-    )
+    by_tenths = " ".join(map(str, tenths))
+    print(f"memory: {growth:+.0f} MB after a third of the time that all ran together (by tenths {by_tenths})")
     print(f"left behind: {left or 0}; this program itself was late by {report.late_s:.1f} s, which does not count")
     details = [*report.changed, *report.lost, *report.stalled, *report.failures, *errors]
     for line in details[:20]:
