@@ -49,10 +49,10 @@ class AnswerLengths:
 
     def record_length(self, answer: Answer) -> None:
         known, usual = self.lengths.setdefault(answer.kind, [0.0, 0.0, 0.0]), self.min_length(answer.kind, 0.0)
-        tokens, weight = float(answer.tokens), 1.0
-        if (
-            usual > tokens >= answer.max_tokens
-        ):  # its limit cut it off: as far as it went, it was not shorter than usual.
-            tokens, weight = usual, tokens / usual  # Left out, short answers alone would count where limits are low
+        tokens, weight = max(1.0, answer.tokens), 1.0
+        if usual > tokens >= answer.max_tokens:
+            # Its limit cut it off: as far as it went, it was not shorter than usual. Left out, short answers alone
+            # would count where limits are low
+            tokens, weight = usual, tokens / usual
         for i, value in enumerate((1.0, log(tokens), log(tokens) ** 2)):
             known[i] = known[i] * LENGTH_DECAY + weight * value
