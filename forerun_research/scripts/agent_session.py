@@ -3,11 +3,12 @@
     python -m forerun_research.scripts.agent_session [--model NAME] [--tokens 6000] [--turns 6] [--device cuda]
 
 The session has the shape of what coding agents send to `/v1/messages`: a long system prompt in blocks, tools with
-schemas, files as results of tools, everything again with every turn. Made here, the same for the same arguments. As
-agents do, it may begin with a line that changes every turn: then a prefix cache has nothing to read, and prompts are
-drafted from the turn before (source `auto`, which takes `chunk` there). The last column compares texts: those of exact
-prefill and of provisional answers have to be the same, else the exit status is 1. `--out FILE` gets a line of JSON for
-each session as it ends, with every turn's times and how its prompt was computed.
+schemas, files as results of tools, everything again with every turn. Made here, the same for the same arguments and
+the same Python, whose library's sources are the files; each turn reads one of its own. As agents do, it may begin with
+a line that changes every turn: then a prefix cache has nothing to read, and prompts are drafted from the turn before
+(source `auto`, which takes `chunk` there). The last column compares texts: those of exact prefill and of provisional
+answers have to be the same, else the exit status is 1. `--out FILE` gets a line of JSON for each session as it ends,
+with every turn's times and how its prompt was computed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import signal
 import statistics
 import sys
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -50,12 +52,21 @@ VARIANTS: list[tuple[str, bool, dict[str, Any]]] = [
 COMPARED = ("changed first line, provisional", "changed first line, speculative")
 
 
+def source_words(count: int) -> list[str]:
+    """Words of files as agents read them: Python's own library, one file after the other."""
+    words: list[str] = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        if len(words) >= count:
+            break
+        words += path.read_text(encoding="utf-8", errors="replace").split()
+    return words[:count]
+
+
 def session(turns: int, tokens: int, changing: bool, model: str = NAME) -> list[dict[str, Any]]:
     """The requests of a session whose last prompt has about so many tokens; half of them are there at the start."""
-    words = long_text().split()
-    words *= int(tokens * WORDS_PER_TOKEN / len(words)) + 1
     room = int(tokens * WORDS_PER_TOKEN)
-    rules, files = " ".join(words[: room // 4]), words[room // 4 : room]
+    words = long_text().split()[: room // 4]  # where text repeated itself, a new file would be one that was met before
+    rules, files = " ".join(words), source_words(room - len(words))
     size = max(1, len(files) // (turns + 1))
     tools = [
         {"name": name, "description": f"{name.replace('_', ' ')} in the project", "input_schema": _schema(fields)}
@@ -71,7 +82,7 @@ def session(turns: int, tokens: int, changing: bool, model: str = NAME) -> list[
     for turn in range(turns):
         call = {"type": "tool_use", "id": f"toolu_{turn:03}", "name": "read_file", "input": {"path": f"part_{turn}.py"}}
         messages.append({"role": "assistant", "content": [{"type": "text", "text": f"I read part {turn}."}, call]})
-        text = " ".join(files[turn * size : (turn + (2 if not turn else 1)) * size])
+        text = " ".join(files[(turn + 1 if turn else 0) * size : (turn + 2) * size])  # each of its own
         result: dict[str, Any] = {
             "type": "tool_result",
             "tool_use_id": call["id"],
