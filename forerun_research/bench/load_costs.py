@@ -2,16 +2,17 @@
 
 Short answers alone, two and sixteen at once give the cost of a step and of each answer in it, one and sixteen after
 documents that are cached the cost of attention, and first tokens after documents of several lengths that of prompts.
-By how much the gaps of one answer differ, steps do. All that lies between a client and the engine is part of it.
-Replicas that share a machine take cores, memory's bandwidth and the front's time from each other: their costs are
-measured with all of them asked at once, each about a document of its own, which keeps its questions there. Knows
-neither the trace that is simulated later nor the simulation.
+What a question takes beside an answer of the same replica, more than the simulation says, is the cost of taking it in
+beside steps. By how much the gaps of one answer differ, steps do. All that lies between a client and the engine is
+part of it. Replicas that share a machine take cores, memory's bandwidth and the front's time from each other: their
+costs are measured with all of them asked at once, each about a document of its own, which keeps its questions there.
+Knows no trace that is simulated later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import mean, median
 
@@ -20,6 +21,7 @@ import numpy as np
 from forerun.errors import ForerunError
 from forerun_research.bench.load_replay import replay
 from forerun_research.bench.load_replica import MAX_PIECE_TOKENS, NEAR_TOKENS, ReplicaCosts
+from forerun_research.bench.load_simulation import SimulatedSetup, simulate
 from forerun_research.bench.load_targets import LoadTarget, ReplayedAnswer
 from forerun_research.bench.load_trace import TraceRequest, TraceTexts
 
@@ -30,6 +32,9 @@ ANSWER_TOKENS, ROW_TOKENS = 48, 160
 BRIEF, MIDDLE, WHOLE = 320, NEAR_TOKENS, 2368
 TRIES = 3
 SPREAD = 20  # values that stand for all of what steps took
+QUESTIONS = 4  # beside an answer
+INTAKE_FACTORS = tuple(1.0 + i / 5 for i in range(16))
+LATER_S = 1000.0  # than a document is known
 APART_S = 0.005  # between requests that are sent together: the front counts one before it sends the next
 
 Round = list[ReplayedAnswer]  # of requests that were sent together, as many to each replica
@@ -48,6 +53,7 @@ class Probes:
     two: list[Round]  # brief ones, two at a replica
     many: Round  # brief ones, ROWS at a replica
     attending: Round  # about whole documents, ROWS at a replica
+    beside: Round  # at each replica an answer, and QUESTIONS about its document meanwhile: those of all come last
 
 
 async def measured_costs(target: LoadTarget, texts: TraceTexts, busy: int = 1) -> ReplicaCosts:
@@ -58,10 +64,15 @@ async def measured_costs(target: LoadTarget, texts: TraceTexts, busy: int = 1) -
 async def probed(target: LoadTarget, texts: TraceTexts, busy: int = 1) -> Probes:
     asked = 10**6 * busy  # numbers of questions, which no trace has
 
+    def requests(documents: Sequence[int], tokens: int, length: int, after_s: float = 0.0) -> list[TraceRequest]:
+        named = enumerate(f"probe {busy} {document}" for document in documents)
+        return [TraceRequest(after_s + APART_S * i, length, tokens, name) for i, name in named]
+
     async def ask(documents: Sequence[int], tokens: int, length: int) -> Round:
+        return await answered(requests(documents, tokens, length))
+
+    async def answered(requests: list[TraceRequest]) -> Round:
         nonlocal asked
-        names = [f"probe {busy} {document}" for document in documents]
-        requests = [TraceRequest(APART_S * i, length, tokens, name) for i, name in enumerate(names)]
         asked += len(requests)
         answers = await replay(target, requests, texts, asked)
         for answer in answers:
@@ -78,8 +89,11 @@ async def probed(target: LoadTarget, texts: TraceTexts, busy: int = 1) -> Probes
         known[length] = [await ask(each, ANSWER_TOKENS, length) for _ in range(TRIES)]
     two = [await ask([*each] * 2, ANSWER_TOKENS, BRIEF) for _ in range(TRIES)]
     many, attending = [await ask([*each] * ROWS, ROW_TOKENS, length) for length in (BRIEF, WHOLE)]
+    apart = 4 * max(answer.first_s for own in known[MIDDLE] for answer in own)  # one has ended when the next one comes
+    questions = [own for i in range(QUESTIONS) for own in requests(each, 2, MIDDLE, (i + 0.5) * apart)]
+    beside = await answered(requests(each, 2 * ROW_TOKENS, MIDDLE) + questions)
     brief += [await ask(each, ANSWER_TOKENS, BRIEF) for _ in range(TRIES)]  # again: machines change in a minute
-    return Probes(busy, brief, longer, known[MIDDLE], known[WHOLE], two, many, attending)
+    return Probes(busy, brief, longer, known[MIDDLE], known[WHOLE], two, many, attending, beside)
 
 
 def solved(probes: Probes) -> ReplicaCosts:
@@ -92,7 +106,29 @@ def solved(probes: Probes) -> ReplicaCosts:
     first += [_first_token([answers], step + several) for answers in probes.longer]
     request, encode, token, attention = _least_squares(first)
     spread = _spread([answers for own in alone for answers in own])
-    return ReplicaCosts(step, row, token, attention, each, encode, request, several, near, far, spread)
+    costs = ReplicaCosts(step, row, token, attention, each, encode, request, several, near, far)
+    return replace(_with_intake(costs, probes), spread=spread)
+
+
+def _with_intake(costs: ReplicaCosts, probes: Probes) -> ReplicaCosts:
+    """With the factor by which steps and intake slow each other, so that questions beside an answer take as long as
+    they took."""
+    streams, questions = probes.beside[: probes.busy], probes.beside[probes.busy :]
+    stream, asked = streams[0], questions[:: probes.busy]
+    new = stream.prompt_tokens - stream.cached_tokens
+    trace = [TraceRequest(0.0, stream.prompt_tokens, 1, "known")]
+    trace += [TraceRequest(LATER_S, stream.prompt_tokens, len(stream.token_times), "known", question_tokens=new)]
+    for question in asked:
+        new = question.prompt_tokens - question.cached_tokens
+        arrival = LATER_S + question.sent - stream.sent
+        trace.append(TraceRequest(arrival, question.prompt_tokens, 1, "known", question_tokens=new))
+
+    def expected_s(factor: float) -> float:
+        tried = replace(costs, intake_factor=factor)
+        return mean(own.first_s for own in simulate(trace, SimulatedSetup(1, 1.0), {1: tried})[2:])
+
+    first_s = mean(question.first_s for question in questions)
+    return replace(costs, intake_factor=min(INTAKE_FACTORS, key=lambda factor: abs(expected_s(factor) - first_s)))
 
 
 def _answers_step(count: int, rounds: list[Round]) -> Line:

@@ -48,6 +48,8 @@ class ReplicaCosts:
     several_s: float = 0.0  # of a step that runs more than one token, of answers or prompts: kernels are others then
     near_attention_s: float = 0.0  # of all answers about one text together, for each token that some of them attend to
     far_attention_s: float = 0.0  # the same, for those beyond NEAR_TOKENS of the text
+    # How much longer steps take while a request is taken in, and that beside steps: both are Python of one process
+    intake_factor: float = 1.0
     spread: tuple[float, ...] = (0.0,)  # by which steps differ from their mean, long ones by no more than short ones
 
     def toward(self, other: ReplicaCosts, share: float) -> ReplicaCosts:
@@ -57,17 +59,18 @@ class ReplicaCosts:
             own, their = getattr(self, name), getattr(other, name)
             return max(0.0, own + share * (their - own))
 
-        values: dict[str, Any] = {name: between(name) for name in self._seconds()}
+        values: dict[str, Any] = {name: between(name) for name in (*self._seconds(), "intake_factor")}
         return ReplicaCosts(**values, spread=self.spread if share < 0.5 else other.spread)
 
     def scaled(self, factor: float) -> ReplicaCosts:
         """Of a machine that is so many times slower."""
         values: dict[str, Any] = {name: factor * getattr(self, name) for name in self._seconds()}
+        values["intake_factor"] = self.intake_factor
         return ReplicaCosts(**values, spread=tuple(factor * seconds for seconds in self.spread))
 
     @classmethod
     def _seconds(cls) -> list[str]:
-        return [f.name for f in fields(cls) if f.name != "spread"]
+        return [f.name for f in fields(cls) if f.name.endswith("_s")]
 
     def curve(self) -> CostCurve:
         """As the engine's pacer starts with."""

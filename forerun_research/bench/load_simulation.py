@@ -3,8 +3,8 @@
 The model: a replica computes steps, which the engine's own scheduler fills (`load_replica`). A step takes `step_s`,
 `row_s` for each answer in it, `prompt_token_s` for each prompt token, `several_s` where these are more than one token,
 and for all of them attention over what comes before, of which answers share what they have in common. No two steps
-take the same time: each is as much slower or faster than that as one of those measured was. A prompt waits until it
-is encoded. A request is routed by the front's own rule.
+take the same time: each is as much slower or faster than that as one of those measured was. A prompt waits until its
+request is taken in, which slows the replica's steps as they slow it. A request is routed by the front's own rule.
 Replicas on one machine slow each other down: costs are those of as many as compute at that moment, between numbers that
 were measured by a straight line; with more than there are cores, those that only decode are held up by their like
 alone. Drafts of tokens are not modelled: plain decoding. Knows no engine; `load_costs` measures one.
@@ -65,6 +65,16 @@ def simulate(
     return _Simulation(trace, setup, costs).run()
 
 
+@dataclass
+class _Intake:
+    """A request that a replica parses and encodes, before the engine has it."""
+
+    left_s: float  # where no step runs
+    number: int
+    prompt: list[int]
+    replica: SimulatedReplica
+
+
 class _Simulation:
     def __init__(
         self, trace: Sequence[TraceRequest], setup: SimulatedSetup, costs: ReplicaCosts | Mapping[int, ReplicaCosts]
@@ -81,27 +91,31 @@ class _Simulation:
         for number in range(len(trace)):
             self.turns[self._session(number)].append(number)
         self.due = [(trace[numbers[0]].arrival_s, numbers[0]) for numbers in self.turns.values()]
-        self.encoding: list[tuple[float, int, list[int], SimulatedReplica]] = []  # requests, and until when
+        self.intakes: list[_Intake] = []
 
     def _session(self, number: int) -> str:
         return self.trace[number].session or f"\0{number}"
 
     def run(self) -> list[ReplayedAnswer]:
         now, running = 0.0, list[SimulatedReplica]()
-        while self.due or running or self.encoding:
-            seconds = {replica.name: replica.step_s(self._costs(replica, running)) for replica in running}
+        while self.due or running or self.intakes:
+            seconds = {replica.name: self._step_s(replica, running) for replica in running}
+            factors = [self._intake_factor(intake.replica, running) for intake in self.intakes]
             ends = min((replica.left * seconds[replica.name] for replica in running), default=float("inf"))
             arrives = min(self.due)[0] - now if self.due else float("inf")
-            encoded = min((moment for moment, *_ in self.encoding), default=float("inf")) - now
-            passed = max(0.0, min(ends, arrives, encoded))
+            lefts = [intake.left_s * factor for intake, factor in zip(self.intakes, factors, strict=True)]
+            taken = min(lefts, default=float("inf"))
+            passed = max(0.0, min(ends, arrives, taken))
             now += passed
             for replica in running:
                 replica.left -= passed / seconds[replica.name]
-            for entry in [entry for entry in self.encoding if entry[0] <= now + 1e-12]:
-                _, number, prompt, replica = entry
-                replica.add(self.answers[number], prompt, self.trace[number].max_tokens, now)
-                self.encoding.remove(entry)
-            if arrives <= min(ends, encoded):
+            for intake, factor in zip(list(self.intakes), factors, strict=True):
+                intake.left_s -= passed / factor
+                if intake.left_s <= 1e-12:
+                    self.intakes.remove(intake)
+                    most = self.trace[intake.number].max_tokens
+                    intake.replica.add(self.answers[intake.number], intake.prompt, most, now)
+            if arrives <= min(ends, taken):
                 self.due.sort()
                 self._arrive(self.due.pop(0)[1], now)
             for replica in running:
@@ -115,6 +129,15 @@ class _Simulation:
         for answer in self.answers:
             answer.token_times = [moment + self.setup.hop_s for moment in answer.token_times]
         return self.answers
+
+    def _step_s(self, replica: SimulatedReplica, running: Sequence[SimulatedReplica]) -> float:
+        """Of the step that it runs, which is slower while the replica takes in a request."""
+        costs = self._costs(replica, running)
+        beside = any(intake.replica is replica for intake in self.intakes)
+        return replica.step_s(costs) * (costs.intake_factor if beside else 1.0)
+
+    def _intake_factor(self, replica: SimulatedReplica, running: Sequence[SimulatedReplica]) -> float:
+        return self._costs(replica, running).intake_factor if replica in running else 1.0
 
     def _costs(self, replica: SimulatedReplica, running: Sequence[SimulatedReplica]) -> ReplicaCosts:
         """Of a replica while others compute. Where more compute than have cores, one that only decodes is held up by
@@ -136,7 +159,7 @@ class _Simulation:
         prompt += self.numbers.new(request.prompt_tokens - shared)
         answer.sent, answer.prompt_tokens, answer.completion_tokens = now, len(prompt), request.max_tokens
         costs = self._costs(replica, [own for own in self.replicas if own.left > 0])
-        self.encoding.append((now + costs.request_s + costs.encode_s * len(prompt), number, prompt, replica))
+        self.intakes.append(_Intake(costs.request_s + costs.encode_s * len(prompt), number, prompt, replica))
         replica.routed[session] = len(prompt)
         replica.sent += len(prompt)
         replica.unanswered += 1

@@ -58,6 +58,17 @@ def test_a_step_of_more_than_one_token_has_a_cost_of_its_own():
         assert answer.gaps_s[10] == pytest.approx(0.017)
 
 
+def test_taking_a_request_in_and_steps_slow_each_other():
+    costs = ReplicaCosts(step_s=0.01, row_s=0.0, prompt_token_s=0.001, attention_s=0.0, request_s=0.04)
+    trace = [one(prompt_tokens=1, max_tokens=40), one(arrival_s=0.2, prompt_tokens=8, max_tokens=1)]
+    steps, (stream, question) = range(10, 30), simulate(trace, SimulatedSetup(1, 1), costs)
+    slower, late = simulate(trace, SimulatedSetup(1, 1), replace(costs, intake_factor=2.0))
+    assert late.first_s - question.first_s == pytest.approx(0.04, abs=0.011)
+    assert max(stream.gaps_s[i] for i in steps) == pytest.approx(0.018)
+    assert max(slower.gaps_s[i] for i in steps) == pytest.approx(0.02)
+    assert sum(slower.gaps_s) - sum(stream.gaps_s) == pytest.approx(0.04, abs=0.011)
+
+
 def test_steps_differ_as_much_as_measured_ones_did():
     (answer,) = simulate([one(max_tokens=200)], SimulatedSetup(1, 1), replace(COSTS, spread=(-0.004, 0.004)))
     assert {round(gap, 6) for gap in answer.gaps_s} == {0.007, 0.015}
