@@ -76,6 +76,8 @@ class KvEventPublisher:
         self._number = self._skipped = 0
         context = zmq.Context.instance()
         self._publishing, self._replaying = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        self._replaying.setsockopt(zmq.SNDHWM, REPLAYED_BATCHES + 1)  # a whole replay waits for its reader: of ZeroMQ's
+        self._replaying.setsockopt(zmq.ROUTER_MANDATORY, 1)  # own 1,000 the rest is dropped without a word
         try:
             self._bind(self._publishing, endpoint)
             if replay is not None:
@@ -136,9 +138,15 @@ class KvEventPublisher:
             if len(frames) != 3 or len(frames[2]) != 8:
                 continue
             client, first = frames[0], int.from_bytes(frames[2], "big")
-            for number, payload in [sent for sent in self._sent if sent[0] >= first]:
-                self._replaying.send_multipart([client, b"", number.to_bytes(8, "big"), payload])
-            self._replaying.send_multipart([client, b"", END_OF_REPLAY, b""])
+            try:
+                for number, payload in [sent for sent in self._sent if sent[0] >= first]:
+                    self._replay(client, number.to_bytes(8, "big"), payload)
+                self._replay(client, END_OF_REPLAY, b"")
+            except self._zmq.ZMQError:  # it is gone, or has not read what it asked for before: it gets no end
+                continue
+
+    def _replay(self, client: bytes, number: bytes, payload: bytes) -> None:
+        self._replaying.send_multipart([client, b"", number, payload], self._zmq.NOBLOCK)
 
     def close(self) -> None:
         self._tree.on_change = None

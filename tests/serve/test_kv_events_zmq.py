@@ -50,6 +50,29 @@ def replayed(endpoint: str, first: int) -> list[tuple[int, Any]]:
         found.append((int.from_bytes(number, "big"), msgpack.unpackb(payload)))
 
 
+def test_a_replay_is_whole_however_late_it_is_read(llm: LLM):
+    with open_kv_events(llm, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*") as publisher:
+        assert publisher is not None
+        cleared = 6000
+        for _ in range(cleared):  # of 2 kB each: more than the sockets of both sides hold
+            publisher._publish([{"type": "AllBlocksCleared", "padding": "x" * 2000}])
+        asking = zmq.Context.instance().socket(zmq.DEALER)
+        asking.connect(publisher.endpoints[1])
+        asking.send_multipart([b"", (0).to_bytes(8, "big")])
+        wait_for(lambda: asking.poll(100) > 0)
+        again = zmq.Context.instance().socket(zmq.DEALER)
+        again.connect(publisher.endpoints[1])
+        again.send_multipart([b"", (10**9).to_bytes(8, "big")])
+        assert again.recv_multipart()[1] == kv_events.END_OF_REPLAY  # so the replay before it has been sent
+        numbers = []
+        while not numbers or numbers[-1] != -1:
+            assert asking.poll(20_000)
+            numbers.append(int.from_bytes(asking.recv_multipart()[1], "big", signed=True))
+        assert numbers == [*range(cleared), -1]
+        for socket in (asking, again):
+            socket.close(0)
+
+
 def test_a_subscriber_learns_what_is_cached_and_replays_what_it_missed(llm: LLM):
     llm.clear_cache()
     with open_kv_events(llm, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*") as publisher:
