@@ -175,7 +175,11 @@ def measure(setup: LoadSetup, trace: list[TraceRequest]) -> dict[str, Any]:
     """Replay a trace in this process."""
     if setup.url is not None:
         target = EndpointTarget(setup.url, setup.model, dict(setup.api_keys), setup.api_key, setup.speculation)
+        asyncio.run(target.check())
         answers = asyncio.run(replay(target, trace, TraceTexts()))
+        if not any(answer.token_times for answer in answers):
+            why = f"none of {len(answers)} requests was answered; the first: {answers[0].error or 'no text came'}"
+            raise ForerunError(" ".join(why.split()), "check --url, --model and --api-key")
         return figures(trace, answers, setup.price_per_hour)
     from forerun import LLM
 

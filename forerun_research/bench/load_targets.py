@@ -18,6 +18,9 @@ from forerun.errors import BadRequest, ForerunError
 
 Messages = list[dict[str, Any]]
 
+CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 900.0  # beyond the 600 s that our server gives a request: one that never answers ends, too
+
 
 @dataclass
 class ReplayedAnswer:
@@ -82,28 +85,50 @@ class EndpointTarget:
     def __init__(
         self, base_url: str, model: str, api_keys: dict[str, str], api_key: str = "none", speculation: str = "auto"
     ) -> None:
-        parts = urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(base_url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        if not host or parts.scheme not in ("http", "https"):
             raise BadRequest(f"--url is {base_url!r:.100}", "give one such as http://127.0.0.1:8000/v1")
-        self._host, self._tls = parts.hostname, parts.scheme == "https"
-        self._port = parts.port or (443 if self._tls else 80)
+        self._host, self._tls = host, parts.scheme == "https"
+        self._port = port or (443 if self._tls else 80)
         self._path = parts.path.rstrip("/") + "/chat/completions"
         self._model, self._api_keys, self._api_key = model, api_keys, api_key
         self._own = {} if speculation == "auto" else {"forerun": {"speculation": speculation}}  # of our servers only
 
+    async def check(self) -> None:
+        """That something listens there: a replay against nothing would take as long as its trace."""
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                (await asyncio.open_connection(self._host, self._port))[1].close()
+        except (OSError, UnicodeError) as error:
+            why = str(error) or f"no answer within {CONNECT_TIMEOUT_S:g} s"
+            hint = "start the server first, and check its address"
+            raise BadRequest(f"nothing answers at {self._host} port {self._port}: {why}", hint) from None
+
     async def ask(self, answer: ReplayedAnswer, messages: Messages, max_tokens: int, key: str | None) -> None:
         answer.sent = time.perf_counter()
         try:
-            context = ssl.create_default_context() if self._tls else None
-            reader, writer = await asyncio.open_connection(self._host, self._port, ssl=context)
-            try:
-                writer.write(self._http(messages, max_tokens, key))
-                async for event in _events(reader):
-                    self._add(answer, event)
-            finally:
-                writer.close()
-        except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                await self._stream(answer, self._http(messages, max_tokens, key))
+        except TimeoutError:
+            answer.error = f"not ended after {ANSWER_TIMEOUT_S:g} s"
+        except (OSError, ValueError, EOFError, asyncio.LimitOverrunError) as error:
             answer.error = str(error) or type(error).__name__
+        except (LookupError, TypeError, AttributeError) as error:
+            answer.error = f"what came is no answer of an OpenAI endpoint: {type(error).__name__}: {error}"
+
+    async def _stream(self, answer: ReplayedAnswer, request: bytes) -> None:
+        context = ssl.create_default_context() if self._tls else None
+        reader, writer = await asyncio.open_connection(self._host, self._port, ssl=context)
+        try:
+            writer.write(request)
+            async for event in _events(reader):
+                self._add(answer, event)
+        finally:
+            writer.close()
 
     def _http(self, messages: Messages, max_tokens: int, key: str | None) -> bytes:
         asked = {

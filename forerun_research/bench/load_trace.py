@@ -19,6 +19,8 @@ from forerun_research.bench.load_targets import Messages
 
 CHARS_PER_TOKEN = 4.0  # of the shipped documents, SmolLM2's tokenizer; what a prompt really had is in its usage
 CHAT_TOKENS = 24  # of a short question
+MAX_TOKENS = 10_000_000  # of one prompt or answer in a file: texts are made in memory
+MAX_ARRIVAL_S = 1_000_000  # in a file: a replay waits for it, eleven days at most
 PROMPT_AT_S = 1.0  # when long prompts arrive beside chats that stream
 
 
@@ -107,27 +109,42 @@ def named_trace(name: str) -> list[TraceRequest]:
 
 def read_trace(path: Path) -> list[TraceRequest]:
     """One JSON object to a line, with the fields of `TraceRequest`."""
-    known = {field.name for field in fields(TraceRequest)}
     trace = []
     for number, line in enumerate(_lines(path), 1):
         try:
-            values = json.loads(line)
-            unknown = set(values) - known
-            if unknown:
-                raise ValueError(f"unknown: {', '.join(sorted(unknown))}")
-            request = TraceRequest(**values)
-            counts = (request.prompt_tokens, request.max_tokens, request.question_tokens)
-            if not (request.arrival_s >= 0 and min(counts) >= 1):
-                raise ValueError("arrival_s must be at least 0, the numbers of tokens at least 1")
-        except (ValueError, TypeError) as error:
-            hint = (
-                f"a line is an object with arrival_s, prompt_tokens, max_tokens, and maybe {', '.join(sorted(known))}"
-            )
-            raise BadRequest(f"{path}, line {number}: {error}", hint) from None
+            request = _request(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            names = ", ".join(field.name for field in fields(TraceRequest)[3:])
+            hint = f"a line is an object with arrival_s, prompt_tokens, max_tokens, and maybe {names}"
+            why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise BadRequest(f"{path}, line {number}: {why}", hint) from None
         trace.append(request)
     if not trace:
         raise BadRequest(f"{path} has no requests", "write one JSON object to a line")
     return sorted(trace, key=lambda request: request.arrival_s)
+
+
+def _request(values: Any) -> TraceRequest:
+    """From a line of a file; raises `ValueError`."""
+    if not isinstance(values, dict):
+        raise ValueError("it is no object")
+    if unknown := sorted(set(values) - {field.name for field in fields(TraceRequest)}):
+        raise ValueError(f"unknown: {', '.join(unknown)}")
+    if missing := [name for name in ("arrival_s", "prompt_tokens", "max_tokens") if name not in values]:
+        raise ValueError(f"{', '.join(missing)} is missing")
+    request = TraceRequest(**values)
+    at = request.arrival_s
+    if isinstance(at, bool) or not isinstance(at, (int, float)) or not 0 <= at <= MAX_ARRIVAL_S:
+        raise ValueError(f"arrival_s is {at!r:.40}, it must be a number from 0 to {MAX_ARRIVAL_S}")
+    for name in ("prompt_tokens", "max_tokens", "question_tokens"):
+        count = getattr(request, name)
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_TOKENS:
+            raise ValueError(f"{name} is {count!r:.40}, it must be a whole number from 1 to {MAX_TOKENS}")
+    for name in ("document", "session", "key", "kind"):
+        given = getattr(request, name)
+        if not isinstance(given, str) and (name == "kind" or given is not None):
+            raise ValueError(f"{name} is {given!r:.40}, it must be a text")
+    return request
 
 
 def write_trace(path: Path, trace: list[TraceRequest]) -> None:

@@ -9,9 +9,12 @@ import typer
 
 from forerun.commands import options as opt
 from forerun.errors import BadRequest
+from forerun.options import check_number
 
 if TYPE_CHECKING:
     from forerun_research.bench.load_trace import TraceRequest
+
+MAX_REQUESTS = 1_000_000  # of a trace that is made: it is a list in memory
 
 Url = Annotated[
     str | None,
@@ -40,6 +43,7 @@ RandomShape = Annotated[
 
 
 def load(
+    context: typer.Context,
     model: opt.Model = opt.DEFAULT_MODEL,
     url: Url = None,
     api_key: Annotated[str, typer.Option("--api-key", help="For the endpoint.")] = "none",
@@ -81,19 +85,22 @@ def load(
 
     forerun bench load --trace users --simulate 1,2,4,8 --price 0.4
     """
-    from forerun_research.bench import common, load_trace
+    from forerun_research.bench import common
     from forerun_research.bench import load as bench
 
+    if simulate is not None and url is not None:
+        raise BadRequest("--simulate computes with costs of this machine", "leave --url out")
+    _refuse_unused(context, trace, rate, url, simulate)
+    for name, value in (("--rate", rate), ("--seconds", seconds), ("--think", think), ("--price", price)):
+        check_number(name, value or 0.0, 0.0)
     users = (seconds, documents, document_tokens, tokens, turns, think, seed)
     traces = _traces(trace, rate, users, (chats, tokens, prompts, prompt_tokens, later))
     if save_trace is not None:
-        load_trace.write_trace(save_trace, list(traces.values())[-1])
+        _save(save_trace, list(traces.values())[-1])
     keys = tuple(_pair(text) for text in api_keys or ())
     common.Setup(model, against="none", shape=random_shape)  # checks the shape's name
     limits = (weights, device, threads, kv_cache_tokens)
     setup = bench.LoadSetup(model, url, api_key, keys, *limits, speculation, price, random_shape)
-    if simulate is not None and url is not None:
-        raise BadRequest("--simulate computes with costs of this machine", "leave --url out")
     counts = _counts(simulate)
     result = bench.run(setup, traces) if not counts else bench.run_simulation(setup, traces, counts, cores)
     common.report(result, bench.table(result), as_json)
@@ -110,9 +117,47 @@ def _traces(
     if name is not None:
         return {Path(name).stem: load_trace.named_trace(name)}
     if rate is not None:
-        return {"poisson": load_trace.poisson(rate, *users)}
+        seconds, turns = users[0], users[4]
+        if (expected := rate * seconds * turns) > MAX_REQUESTS:
+            raise BadRequest(f"--rate {rate:g} is {expected:.0f} requests, at most {MAX_REQUESTS}", "lower --seconds")
+        if not (arriving := load_trace.poisson(rate, *users)):
+            raise BadRequest(f"no user arrives in {seconds:g} s at {rate:g} a second", "raise --rate or --seconds")
+        return {"poisson": arriving}
     mixed = load_trace.chats_beside_prompts(*beside)
     return {"alone": load.without_long(mixed), "beside": mixed}
+
+
+def _refuse_unused(
+    context: typer.Context, trace: str | None, rate: float | None, url: str | None, simulate: str | None
+) -> None:
+    """Options that would do nothing beside others."""
+    of_users = ("seconds", "documents", "document_tokens", "turns", "think", "seed")
+    of_chats = ("chats", "prompts", "prompt_tokens", "later")
+    sets = {
+        "a trace that is given (--trace)": () if trace is None else (*of_users, *of_chats, "tokens"),
+        "users at random (--rate)": () if rate is None or trace is not None else of_chats,
+        "chats beside long prompts; give --rate": () if (trace, rate) != (None, None) else of_users,
+        "a server (--url), which has its own": ()
+        if url is None
+        else ("weights", "device", "threads", "kv_cache_tokens", "random_shape"),
+        "the library, which has no keys; give --url": () if url is not None else ("api_key", "api_keys"),
+        "one process; give --simulate": () if simulate is not None else ("cores",),
+        "a simulation (--simulate)": () if simulate is None else ("random_shape",),
+    }
+    spelled = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    for where, names in sets.items():
+        for name in names:
+            if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
+                raise BadRequest(f"{spelled[name]} has no meaning for {where}", f"leave {spelled[name]} out")
+
+
+def _save(path: Path, trace: list[TraceRequest]) -> None:
+    from forerun_research.bench.load_trace import write_trace
+
+    try:
+        write_trace(path, trace)
+    except OSError as error:
+        raise BadRequest(f"cannot write the trace to {path}: {error}", "name another file for --save-trace") from None
 
 
 def _counts(text: str | None) -> list[int]:

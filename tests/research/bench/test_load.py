@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM
-from forerun.errors import BadRequest
+from forerun.errors import BadRequest, ForerunError
 from forerun_research.bench import load
 from forerun_research.bench.load_targets import EndpointTarget, LibraryTarget, Messages, ReplayedAnswer
 from forerun_research.bench.load_trace import (
@@ -89,10 +90,35 @@ def test_traces_on_disk(tmp_path: Path):
         with pytest.raises(BadRequest, match=words):
             read_trace(path)
     path.write_text(json.dumps({"arrival_s": -1, "prompt_tokens": 4, "max_tokens": 4}))
-    with pytest.raises(BadRequest, match="at least 0"):
+    with pytest.raises(BadRequest, match="arrival_s is -1"):
         read_trace(path)
     with pytest.raises(BadRequest, match="cannot read"):
         read_trace(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("5", "no object"),
+        ('{"arrival_s": 1e999}', "arrival_s is inf"),
+        ('{"arrival_s": true}', "arrival_s is True"),
+        ('{"prompt_tokens": 1.5}', "prompt_tokens is 1.5"),
+        ('{"prompt_tokens": 1000000000000}', "prompt_tokens is 1000000000000"),
+        ('{"document": {}}', "document is {}"),
+        ('{"session": [1]}', r"session is \[1\]"),
+        ('{"kind": null}', "kind is None"),
+        ('{"key": 5}', "key is 5"),
+        ('{"colour": 1}', "unknown: colour"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_lines_that_are_no_request(line: str, words: str, tmp_path: Path):
+    path = tmp_path / "trace.jsonl"
+    if line.startswith("{"):
+        line = json.dumps({"arrival_s": 0, "prompt_tokens": 4, "max_tokens": 4} | json.loads(line))
+    path.write_text(line)
+    with pytest.raises(BadRequest, match=f"line 1: .*{words}"):
+        read_trace(path)
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +146,50 @@ def test_the_library_and_an_endpoint_answer_the_same(llm: LLM):
     assert "HTTP 404" in wrong[0].error
     refused = asyncio.run(load.replay(EndpointTarget("http://127.0.0.1:1/v1", "tiny", {}), trace[:1], texts))
     assert refused[0].error and not load.figures(trace[:1], refused, 1.0)["kinds"]["chat"]["answered"]
-    with pytest.raises(BadRequest, match="--url"):
-        EndpointTarget("127.0.0.1:8000", "tiny", {})
+    for wrong_url in ("127.0.0.1:8000", "http://a:99999/v1", "http://[/v1", "ftp://a/v1"):
+        with pytest.raises(BadRequest, match="--url"):
+            EndpointTarget(wrong_url, "tiny", {})
+
+
+ANSWERS = {
+    "no usage": b'data: {"usage": {"total": 3}}\n\n',
+    "no delta": b'data: {"choices": [{"delta": null}]}\n\n',
+    "a list": b"data: []\n\n",
+    "no status": b"",
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_what_is_no_answer_fails_its_request_alone(kind: str):
+    head = b"HTTP/1.1 200 OK\r\n\r\n" if ANSWERS[kind] else b"SSH-2.0\r\n\r\n"
+
+    async def ask() -> str:
+        async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(head + ANSWERS[kind])
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            target, answer = EndpointTarget(f"http://127.0.0.1:{port}/v1", "m", {}), ReplayedAnswer(0)
+            await target.check()
+            await target.ask(answer, [], 4, None)
+        return answer.error
+
+    assert "no answer of an OpenAI endpoint" in asyncio.run(ask())
+
+
+def test_an_endpoint_that_does_not_answer_is_said_before_the_trace_is_replayed():
+    trace = [TraceRequest(3600.0, 8, 4)]
+    with socket.socket() as bound:  # it does not listen, and no other socket can
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
+        with pytest.raises(BadRequest, match="nothing answers at 127.0.0.1"):
+            load.measure(load.LoadSetup("tiny", url), trace)
+
+
+def test_an_endpoint_that_answers_nothing_of_a_trace_is_an_error(llm: LLM):
+    with running(llm) as server, pytest.raises(ForerunError, match="none of 4 requests was answered; .*HTTP 404"):
+        load.measure(load.LoadSetup("other", f"{server.url}/v1"), small_trace())
 
 
 def test_the_command(tiny_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -133,3 +201,29 @@ def test_the_command(tiny_folder: Callable[[str], Path], tmp_path: Path, capsys:
     assert result["runs"]["trace"]["kinds"]["chat"]["answered"] == 2 and result["hardware"]["threads"] == 1
     assert run("bench", "load", "--trace", str(path), "--rate", "1") == 1
     assert "leave one out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--rate", "inf"], "--rate"),
+        (["--rate", "1", "--seconds", "inf"], "--seconds"),
+        (["--rate", "1000", "--seconds", "1000000"], "at most 1000000"),
+        (["--rate", "0.001", "--seconds", "1"], "no user arrives"),
+        (["--rate", "1", "--think", "inf"], "--think"),
+        (["--price", "inf"], "--price"),
+        (["--turns", "3"], "--turns has no meaning for chats"),
+        (["--rate", "1", "--chats", "3"], "--chats has no meaning for users"),
+        (["--trace", "users", "--turns", "3"], "--turns has no meaning for a trace"),
+        (["--url", "http://a/v1", "--threads", "2"], "--threads has no meaning for a server"),
+        (["--key", "ann=x"], "--key has no meaning for the library"),
+        (["--cores", "2"], "--cores has no meaning for one process"),
+        (["--simulate", "2", "--random-shape", "1.5b"], "--random-shape has no meaning for a simulation"),
+        (["--simulate", "0"], "--simulate '0'"),
+        (["--rate", "1", "--save-trace", "/no/such/folder/x"], "cannot write the trace"),
+    ],
+)
+def test_options_that_mean_nothing(options: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    assert run("bench", "load", *options) == 1
+    error, hint, *more = capsys.readouterr().err.strip().splitlines()
+    assert words in error and hint.startswith("hint: ") and not more
