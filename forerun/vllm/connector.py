@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from forerun.vllm.drafting import DraftResults, PromptDrafter, PromptToDraft
-from forerun.vllm.settings import KEY, PluginSettings, read_prefill, refusal
+from forerun.vllm.settings import KEY, checked_settings, read_prefill
 
 
 @dataclass
@@ -62,9 +62,7 @@ class _Asked:
 class ForerunConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        if (problem := refusal(vllm_config)) is not None:
-            raise problem
-        self._settings = PluginSettings.read(dict(vllm_config.kv_transfer_config.kv_connector_extra_config))
+        self._settings = checked_settings(vllm_config)
         self._asked: dict[str, _Asked] = {}  # scheduler
         self._work = DraftWork()  # scheduler
         self._drafter: PromptDrafter | None = None  # worker

@@ -14,7 +14,7 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-from forerun.vllm.settings import is_used, refusal
+from forerun.vllm.settings import checked_settings, is_used
 
 _loaded: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by the name vLLM opened it under
 
@@ -26,8 +26,8 @@ def loaded_model(name: str) -> Any | None:
 
 class _Remembered(torch.nn.Module):
     def __init__(self, *, vllm_config: Any, prefix: str = "", **others: Any) -> None:
-        if is_used(vllm_config) and (problem := refusal(vllm_config)) is not None:
-            raise problem  # before weights are read; the connector is made after that
+        if is_used(vllm_config):
+            checked_settings(vllm_config)  # before weights are read; the connector is made after that
         super().__init__(vllm_config=vllm_config, prefix=prefix, **others)
         _loaded[vllm_config.model_config.model] = self
 

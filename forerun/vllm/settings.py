@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from forerun.errors import BadRequest, ForerunError, UnsupportedModel
+from forerun.inputs import DTYPES
 from forerun.params import Prefill
 from forerun.prefill.plan import Policy
 from forerun.vllm import ARCHITECTURES, version_problem
@@ -36,8 +37,16 @@ class PluginSettings:
         for name in ("piece_tokens", "staging_tokens", "min_prompt_tokens"):
             value = getattr(found, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < (name != "staging_tokens"):
-                raise BadRequest(f"kv_connector_extra_config: {name} is {value!r}", "give a whole number above 0")
-        return found
+                raise BadRequest(f"kv_connector_extra_config: {name} is {value!r:.80}", "give a whole number above 0")
+        for name in ("profile", "draft_model"):
+            value = getattr(found, name)
+            if value is not None and (not isinstance(value, str) or not value.strip()):
+                raise BadRequest(f"kv_connector_extra_config: {name} is {value!r:.80}", "give a name or a path")
+        mode = DTYPES.get(str(found.draft_weights))
+        if mode is None:
+            problem = f"kv_connector_extra_config: draft_weights is {found.draft_weights!r:.80}"
+            raise BadRequest(problem, "use auto, float32, float16, bfloat16 or int8")
+        return replace(found, draft_weights=mode)
 
     @property
     def policy(self) -> Policy:
@@ -65,6 +74,13 @@ def is_used(config: Any) -> bool:
     """Whether a vLLM of this configuration (a VllmConfig) is started with the plugin's connector."""
     given = config.kv_transfer_config
     return given is not None and given.kv_connector_module_path == CONNECTOR_MODULE
+
+
+def checked_settings(config: Any) -> PluginSettings:
+    """The plugin's options in a vLLM of this configuration; raises where it cannot run there."""
+    if (problem := refusal(config)) is not None:
+        raise problem
+    return PluginSettings.read(dict(config.kv_transfer_config.kv_connector_extra_config))
 
 
 def refusal(config: Any) -> ForerunError | None:

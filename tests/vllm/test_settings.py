@@ -92,6 +92,16 @@ def test_either_package_of_vllm_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_of_the_plugin() -> None:
     found = PluginSettings.read({"profile": "p", "min_prompt_tokens": 100, "piece_tokens": 64})
     assert found.policy.shortest == 100 and found.profile == "p" and found.draft_model is None
+    assert PluginSettings.read({"draft_weights": "bfloat16"}).draft_weights == "bf16"  # as `--dtype` has it
+    for wrong in (
+        {"profile": 5},
+        {"profile": " "},
+        {"draft_model": ["m"]},
+        {"draft_weights": "nope"},
+        {"draft_weights": 8},
+    ):
+        with pytest.raises(BadRequest, match=next(iter(wrong))):
+            PluginSettings.read(wrong)
     for wrong in ({"piece_tokens": 0}, {"piece_tokens": True}, {"staging_tokens": -1}, {"min_prompt_tokens": "9"}):
         with pytest.raises(BadRequest, match=next(iter(wrong))):
             PluginSettings.read(wrong)
