@@ -31,6 +31,15 @@ SUFFIX = ".safetensors"
 log = logging.getLogger("forerun")
 
 
+def make_folder(folder: Path) -> None:
+    """Where it is not there yet."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if not folder.is_dir():
+            raise BadRequest(f"the disk tier cannot use {folder}: {error}", "give another folder") from error
+
+
 class DiskTier(QueuedTier):
     name = "disk"
 
@@ -50,12 +59,10 @@ class DiskTier(QueuedTier):
 
     def _take_folder(self) -> None:
         """Where nothing can be written there, it is read."""
+        make_folder(self.folder)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             self._alive.acquire(WRITE_LOCK_S)
         except OSError as error:
-            if not self.folder.is_dir():
-                raise BadRequest(f"the disk tier cannot use {self.folder}: {error}", "give another folder") from error
             self._switch_off(error)
 
     def _remove_unfinished(self) -> None:

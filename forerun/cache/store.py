@@ -164,6 +164,17 @@ def parse_address(text: object) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def reach_master(address: tuple[str, int]) -> str:
+    """This machine's address on the way to a master that accepts connections."""
+    try:
+        with socket.create_connection(address, CONNECT_TIMEOUT_S) as connected:  # Mooncake itself tries for 90 s
+            return str(connected.getsockname()[0])
+    except OSError as error:
+        where = f"{SCHEME}{address[0]}:{address[1]}"
+        hint = "start one: mooncake_master --rpc_port PORT; and check that this machine can reach it"
+        raise BadRequest(f"no Mooncake master answers at {where}: {error}", hint) from None
+
+
 def open_mooncake(address: tuple[str, int], nbytes: int) -> StoreTier:
     """Join the store whose master is there, with so many bytes of this process's memory."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
@@ -172,13 +183,7 @@ def open_mooncake(address: tuple[str, int], nbytes: int) -> StoreTier:
     except ImportError as error:
         hint = "pip install 'forerun[mooncake]'; it needs libibverbs (Debian: apt install libibverbs1), for TCP too"
         raise BadRequest(f"the store tier needs Mooncake, which cannot be imported: {error}", hint) from None
-    try:
-        with socket.create_connection(address, CONNECT_TIMEOUT_S) as connected:  # Mooncake itself tries for 90 s
-            here = connected.getsockname()[0]
-    except OSError as error:
-        where = f"{SCHEME}{address[0]}:{address[1]}"
-        hint = "start one: mooncake_master --rpc_port PORT; and check that this machine can reach it"
-        raise BadRequest(f"no Mooncake master answers at {where}: {error}", hint) from None
+    here = reach_master(address)
     code = made.setup(here, "P2PHANDSHAKE", nbytes, BUFFER_BYTES, "tcp", "", f"{address[0]}:{address[1]}")
     if code:
         hint = "see what Mooncake printed"

@@ -164,7 +164,7 @@ def _scale(opened: opt.ModelOptions, server: ServerOptions) -> Scale:
 def _absolute(value: Any) -> Any:
     """A path as other processes find it; a name that is no path stays one."""
     return (
-        str(Path(value).resolve())
+        str(Path(value).expanduser().resolve())
         if isinstance(value, Path) or (isinstance(value, str) and Path(value).exists())
         else value
     )

@@ -35,6 +35,7 @@ APPLICATION, DEPLOYMENT = "forerun", "EngineReplica"
 CONNECT_TIMEOUT_S = 5.0
 HTTP2_SETTINGS = 4  # type of a frame
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, HTTP2_SETTINGS, 0, 0, 0, 0, 0])
+FIRST_ASKED = "/ray.rpc.NodeInfoGcsService/GetClusterId"  # of a head, by every driver
 OBJECT_STORE_BYTES = 100 << 20  # nothing large is stored there; Ray's least is 75 MB
 QUIET_LOGS = {"log_level": "WARNING", "enable_access_log": False}
 MAX_START_TRIES = 3  # of a replica that cannot open its model
@@ -84,6 +85,7 @@ def cluster(address: str | None, cpus: float, gpus: float = 0.0) -> Iterator[Non
     try:
         if address is None:
             ray.init(
+                address="local",  # without it Ray joins a cluster that runs here, or that RAY_ADDRESS names
                 num_cpus=max(1, math.ceil(cpus)),
                 num_gpus=math.ceil(gpus),
                 object_store_memory=OBJECT_STORE_BYTES,
@@ -101,7 +103,7 @@ def cluster(address: str | None, cpus: float, gpus: float = 0.0) -> Iterator[Non
             ray.shutdown()
         where = "start Ray here" if address is None else f"join the Ray cluster at {address}"
         hint = "see what Ray printed; versions of Ray and Python must be the same on all machines"
-        if isinstance(error, ConnectionError):  # what Ray raises where `auto` finds none
+        if address == "auto" and isinstance(error, ConnectionError):  # what Ray raises where `auto` finds none
             hint = "start one with `ray start --head`, or leave --ray out"
         raise ForerunError(f"cannot {where}: {str(error).strip().splitlines()[0]}", hint) from error
     try:
@@ -129,17 +131,22 @@ def warn_of_little_room(scale: Scale) -> None:
 
 def _check_address(address: str) -> None:
     """Ray itself waits for minutes."""
-    if address in ("auto", "local"):
-        return
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", "")  # which Ray takes then
+        if not address:
+            return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:  # ray:// has no Serve that could be reached from here
         raise BadRequest(
             f"--ray {address!r:.80} is no address", "give HOST:PORT as `ray start --head` prints it, or auto"
         )
     try:
         with socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S) as connection:
-            if os.environ.get("RAY_USE_TLS") != "1" and not _speaks_http2(connection):
+            plain = os.environ.get("RAY_USE_TLS") != "1"
+            if plain and not _speaks_http2(connection):
                 raise OSError("what listens there is no Ray")
+        if plain and not _knows_ray(address):
+            raise OSError("what listens there is no head of a Ray cluster")
     except (OSError, OverflowError) as error:
         hint = "check the address that `ray start --head` printed, and that this machine can reach it"
         raise BadRequest(f"no Ray cluster answers at {address}: {error}", hint) from None
@@ -150,6 +157,34 @@ def _speaks_http2(connection: socket.socket) -> bool:
     connection.sendall(HTTP2_PREFACE)
     head = connection.recv(9)
     return len(head) > 3 and head[3] == HTTP2_SETTINGS
+
+
+def _knows_ray(address: str) -> bool:
+    """Whether a server of gRPC has the service that drivers ask first: other processes of Ray have not. Where it wants
+    a token, Ray is told to send the one there is: for an address that is named it does not."""
+    try:
+        import grpc  # type: ignore[import-untyped]
+    except ImportError:  # Ray brings it
+        return True
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            channel.unary_unary(FIRST_ASKED)(b"", timeout=CONNECT_TIMEOUT_S)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED and not _send_token():
+                hint = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head"
+                raise BadRequest(f"the Ray cluster at {address} wants a token", hint) from None
+            return error.code() is not grpc.StatusCode.UNIMPLEMENTED
+    return True
+
+
+def _send_token() -> bool:
+    """Whether Ray sends a token from now on: one in RAY_AUTH_TOKEN or in its file."""
+    try:
+        setup = import_module("ray._private.authentication.authentication_token_setup")
+        logging.getLogger(setup.__name__).setLevel(logging.ERROR)  # it says that there are tokens
+        return bool(setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False))
+    except (ImportError, AttributeError, TypeError):  # not public; without it RAY_AUTH_MODE decides
+        return os.environ.get("RAY_AUTH_MODE") == "token"
 
 
 @dataclass

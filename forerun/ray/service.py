@@ -8,10 +8,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 
+from forerun.cache.disk import make_folder
+from forerun.cache.store import parse_address, reach_master
 from forerun.errors import ForerunError
 from forerun.loading import opened
 from forerun.models.fetch.store import resolve
@@ -67,14 +70,23 @@ def front_limits(config: ServeConfig, scale: cluster.Scale, max_num_seqs: int) -
     return AdmissionControl(max_num_seqs * (scale.max_replicas or scale.replicas), config.max_queue, config.keys)
 
 
+def _check(llm: dict[str, Any]) -> None:
+    """What a replica would fail with is an error before Ray is started, as far as it is known without the model."""
+    resolve(llm["model"])
+    if (profile := llm.get("prefill_profile")) is not None:
+        open_profile(profile, opened(llm["model"]), any_source=True)
+    if llm.get("disk") is not None:
+        make_folder(Path(llm["disk"]).expanduser())
+    if llm.get("store") is not None:
+        reach_master(parse_address(llm["store"]))
+
+
 @contextmanager
 def replica_service(
     llm: dict[str, Any], config: ServeConfig, scale: cluster.Scale, address: str | None, **more: Any
 ) -> Iterator[ReplicaService]:
     """`llm`: keyword arguments of `LLM`; `more`: other fields of `ReplicaSettings`."""
-    resolve(llm["model"])  # a model that is not there is an error before Ray is started, and so is another's profile
-    if (profile := llm.get("prefill_profile")) is not None:
-        open_profile(profile, opened(llm["model"]), any_source=True)
+    _check(llm)
     admission = front_limits(config, scale, llm["max_num_seqs"])
     most = scale.max_replicas or scale.replicas
     with cluster.cluster(address, scale.cpus * most, scale.gpus * most):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import enum
+import re
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 import forerun
 from forerun.cli import app
+from forerun.commands.serve import _absolute
 from forerun.errors import BadProfile, BadRequest, ForerunError
 from forerun.ray import cluster
 from forerun.ray.deploy import parse_args
@@ -82,7 +85,7 @@ def test_an_address_that_does_not_answer(monkeypatch: pytest.MonkeyPatch):
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(BadRequest, match="no Ray cluster answers"), cluster.cluster(address, 1):
             pass
-    for wrong in ("nonsense", "host:", ":1", "host:port", "127.0.0.1:99999999999999999999"):
+    for wrong in ("nonsense", "host:", ":1", "host:port", "ray://127.0.0.1:10001", "127.0.0.1:99999999999999999999"):
         with pytest.raises(BadRequest, match="no address|no Ray cluster"), cluster.cluster(wrong, 1):
             pass
     assert not started
@@ -132,6 +135,110 @@ def test_a_cluster_that_cannot_be_joined_is_one_line_and_nothing_is_left(monkeyp
     ):
         pass
     assert ended == [True]
+
+
+class FakeGrpc(ModuleType):
+    """A channel whose calls end with one status."""
+
+    class StatusCode(enum.Enum):
+        UNIMPLEMENTED, UNAUTHENTICATED, UNAVAILABLE = range(3)
+
+    class RpcError(Exception):
+        def code(self) -> object:
+            return self.args[0]
+
+    def __init__(self, status: str) -> None:
+        super().__init__("grpc")
+        self.status = status
+
+    def insecure_channel(self, address: str, options: object) -> nullcontext[SimpleNamespace]:
+        def call(request: bytes, timeout: float) -> None:
+            raise self.RpcError(self.StatusCode[self.status])
+
+        return nullcontext(SimpleNamespace(unary_unary=lambda name: call))
+
+
+@pytest.mark.parametrize(
+    ("status", "token", "message"),
+    [
+        ("UNIMPLEMENTED", True, "what listens there is no head of a Ray cluster"),
+        ("UNAUTHENTICATED", False, "wants a token\nhint: set RAY_AUTH_MODE=token"),
+        ("UNAUTHENTICATED", True, "cannot join the Ray cluster at .*: there"),
+        ("UNAVAILABLE", True, "cannot join the Ray cluster at .*: there"),
+    ],
+)
+def test_what_a_server_of_grpc_says(
+    status: str, token: bool, message: str, monkeypatch: pytest.MonkeyPatch, listener: Callable[[bytes | None], str]
+):
+    """Ray's own other servers do not know what a head knows; a head may want a token, which Ray sends when told to."""
+    asked: list[bool] = []
+
+    class Joined(ConnectionError):
+        pass
+
+    def join(**options: object) -> None:
+        raise Joined("there")
+
+    def enable(warn_if_disabled: bool) -> bool:
+        asked.append(warn_if_disabled)
+        return token
+
+    fake = SimpleNamespace(__version__="2.60.0", init=join, shutdown=lambda: None, __name__="ray")
+    fake.maybe_enable_token_auth_if_token_available = enable
+    monkeypatch.setattr(cluster, "import_module", lambda name: fake)
+    monkeypatch.setitem(sys.modules, "grpc", FakeGrpc(status))
+    with pytest.raises(ForerunError, match=message) as found, cluster.cluster(listener(SETTINGS_FRAME), 1):
+        pass
+    assert asked == ([False] if status == "UNAUTHENTICATED" else [])
+    assert "ray start --head`, or leave" not in found.value.hint  # that is for `auto`
+
+
+def test_an_own_cluster_is_one_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    """Without an address Ray joins what runs on this machine, or what RAY_ADDRESS names."""
+
+    class Started(Exception):
+        pass
+
+    def start(**options: object) -> None:
+        raise Started(str(options.get("address")))
+
+    fake = SimpleNamespace(__version__="2.60.0", init=start, shutdown=lambda: None)
+    monkeypatch.setattr(cluster, "import_module", lambda name: fake)
+    with pytest.raises(ForerunError, match="cannot start Ray here: local\n"), cluster.cluster(None, 1):
+        pass
+
+
+def test_the_address_in_the_environment_is_looked_at_before_ray_waits_for_it(monkeypatch: pytest.MonkeyPatch):
+    fake = SimpleNamespace(__version__="2.60.0", init=lambda **options: pytest.fail("Ray was asked"))
+    monkeypatch.setattr(cluster, "import_module", lambda name: fake)
+    with socket.socket() as bound:  # it does not listen, and no other socket can
+        bound.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{bound.getsockname()[1]}")
+        with pytest.raises(BadRequest, match="no Ray cluster answers"), cluster.cluster("auto", 1):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--disk", __file__], "the disk tier cannot use .*test_start.py"),
+        (["--store", "mooncake://127.0.0.1:1"], "no Mooncake master answers at mooncake://127.0.0.1:1"),
+        (["--store", "mooncake://"], "which is no store"),
+    ],
+)
+def test_tiers_that_cannot_be_had_are_errors_before_ray_is_started(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tiny_folder: Callable[[str], Path]
+):
+    fake = SimpleNamespace(__version__="2.60.0", init=lambda **options: pytest.fail("Ray was started"))
+    monkeypatch.setattr(cluster, "import_module", lambda name: fake)
+    asked = ["serve", "--model", str(tiny_folder("qwen3")), "--port", "0", "--replicas", "2", *options]
+    found = CliRunner().invoke(app, asked)
+    assert isinstance(found.exception, BadRequest) and re.search(message, str(found.exception))
+
+
+def test_a_folder_in_the_home_is_that_for_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert _absolute(Path("~/kv")) == str(tmp_path / "kv")
 
 
 def test_a_cluster_that_has_replicas_already_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch):
