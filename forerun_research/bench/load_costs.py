@@ -12,7 +12,7 @@ Knows no trace that is simulated later.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from statistics import mean, median
 
@@ -51,9 +51,14 @@ class Probes:
     middle: list[Round]  # one at a replica, whose document is known as far as that
     warm: list[Round]  # the same, whole documents
     two: list[Round]  # brief ones, two at a replica
-    many: Round  # brief ones, ROWS at a replica
-    attending: Round  # about whole documents, ROWS at a replica
-    beside: Round  # at each replica an answer, and QUESTIONS about its document meanwhile: those of all come last
+    many: list[Round]  # brief ones, ROWS at a replica
+    attending: list[Round]  # about whole documents, ROWS at a replica
+    beside: list[Round]  # at each replica an answer, and QUESTIONS about its document meanwhile: those of all come last
+
+    def with_later(self, later: Probes) -> Probes:
+        """These and those of another time: machines change in minutes."""
+        lists = {f.name: getattr(self, f.name) + getattr(later, f.name) for f in fields(self) if f.name != "busy"}
+        return Probes(self.busy, **lists)
 
 
 async def measured_costs(target: LoadTarget, texts: TraceTexts, busy: int = 1) -> ReplicaCosts:
@@ -61,11 +66,12 @@ async def measured_costs(target: LoadTarget, texts: TraceTexts, busy: int = 1) -
     return solved(await probed(target, texts, busy))
 
 
-async def probed(target: LoadTarget, texts: TraceTexts, busy: int = 1) -> Probes:
-    asked = 10**6 * busy  # numbers of questions, which no trace has
+async def probed(target: LoadTarget, texts: TraceTexts, busy: int = 1, time: int = 0) -> Probes:
+    """`time`: how often that was done before, so that documents are new."""
+    asked = 10**6 * (busy + 100 * time)  # numbers of questions, which no trace has
 
     def requests(documents: Sequence[int], tokens: int, length: int, after_s: float = 0.0) -> list[TraceRequest]:
-        named = enumerate(f"probe {busy} {document}" for document in documents)
+        named = enumerate(f"probe {busy} {time} {document}" for document in documents)
         return [TraceRequest(after_s + APART_S * i, length, tokens, name) for i, name in named]
 
     async def ask(documents: Sequence[int], tokens: int, length: int) -> Round:
@@ -93,13 +99,13 @@ async def probed(target: LoadTarget, texts: TraceTexts, busy: int = 1) -> Probes
     questions = [own for i in range(QUESTIONS) for own in requests(each, 2, MIDDLE, (i + 0.5) * apart)]
     beside = await answered(requests(each, 2 * ROW_TOKENS, MIDDLE) + questions)
     brief += [await ask(each, ANSWER_TOKENS, BRIEF) for _ in range(TRIES)]  # again: machines change in a minute
-    return Probes(busy, brief, longer, known[MIDDLE], known[WHOLE], two, many, attending, beside)
+    return Probes(busy, brief, longer, known[MIDDLE], known[WHOLE], two, [many], [attending], [beside])
 
 
 def solved(probes: Probes) -> ReplicaCosts:
     """What a step and its parts cost, from what took how long."""
     alone = (probes.brief, probes.middle, probes.warm)
-    together = ((2, probes.two), (ROWS, [probes.many]), (ROWS, [probes.attending]))
+    together = ((2, probes.two), (ROWS, probes.many), (ROWS, probes.attending))
     steps = [_answers_step(1, own) for own in alone] + [_answers_step(n, own) for n, own in together]
     step, row, several, near, far, each = _least_squares(steps)
     first = [_first_token(own, step + several) for own in alone]
@@ -113,22 +119,30 @@ def solved(probes: Probes) -> ReplicaCosts:
 def _with_intake(costs: ReplicaCosts, probes: Probes) -> ReplicaCosts:
     """With the factor by which steps and intake slow each other, so that questions beside an answer take as long as
     they took."""
-    streams, questions = probes.beside[: probes.busy], probes.beside[probes.busy :]
-    stream, asked = streams[0], questions[:: probes.busy]
-    new = stream.prompt_tokens - stream.cached_tokens
-    trace = [TraceRequest(0.0, stream.prompt_tokens, 1, "known")]
-    trace += [TraceRequest(LATER_S, stream.prompt_tokens, len(stream.token_times), "known", question_tokens=new)]
-    for question in asked:
-        new = question.prompt_tokens - question.cached_tokens
-        arrival = LATER_S + question.sent - stream.sent
-        trace.append(TraceRequest(arrival, question.prompt_tokens, 1, "known", question_tokens=new))
+    traces = [_beside(own[0], own[probes.busy :: probes.busy]) for own in probes.beside]
+    measured_s = mean(_later_s(own[probes.busy :]) for own in probes.beside)
 
     def expected_s(factor: float) -> float:
-        tried = replace(costs, intake_factor=factor)
-        return mean(own.first_s for own in simulate(trace, SimulatedSetup(1, 1.0), {1: tried})[2:])
+        tried = {1: replace(costs, intake_factor=factor)}
+        return mean(_later_s(simulate(trace, SimulatedSetup(1, 1.0), tried)[2:]) for trace in traces)
 
-    first_s = mean(question.first_s for question in questions)
-    return replace(costs, intake_factor=min(INTAKE_FACTORS, key=lambda factor: abs(expected_s(factor) - first_s)))
+    return replace(costs, intake_factor=next((own for own in INTAKE_FACTORS if expected_s(own) >= measured_s), 1.0))
+
+
+def _later_s(questions: Sequence[ReplayedAnswer]) -> float:
+    """Seconds to a first token, without the first of the questions: the engine learns from it what pieces cost."""
+    return mean(question.first_s for question in questions[len(questions) // QUESTIONS :])
+
+
+def _beside(stream: ReplayedAnswer, questions: Sequence[ReplayedAnswer]) -> list[TraceRequest]:
+    """What one replica was asked, after a request by which it knows the document."""
+
+    def again(answer: ReplayedAnswer, tokens: int) -> TraceRequest:
+        arrival, new = LATER_S + answer.sent - stream.sent, answer.prompt_tokens - answer.cached_tokens
+        return TraceRequest(arrival, answer.prompt_tokens, tokens, "known", question_tokens=new)
+
+    known = TraceRequest(0.0, stream.prompt_tokens, 1, "known")
+    return [known, again(stream, len(stream.token_times)), *(again(question, 1) for question in questions)]
 
 
 def _answers_step(count: int, rounds: list[Round]) -> Line:

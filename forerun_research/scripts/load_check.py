@@ -3,12 +3,12 @@
     python -m forerun_research.scripts.load_check --trace users --replicas 1,2,4 --cores 2 --save runs.jsonl
     python -m forerun_research.scripts.load_check --from runs.jsonl --costs-of 4
 
-Each number of replicas is served by `forerun serve --replicas` with one thread each; first a few requests of known
-lengths measure what steps cost while 1, 2 or all of them compute, then the trace is replayed with plain decoding, and
-`--runs 2` replays it once more with other questions: what two runs differ by, no simulation can be blamed for. `--save`
-keeps what was measured, `--from` compares it with the simulation as it is now, `--costs-of 4` at the costs that were
-measured beside four replicas, for all numbers of them. Nothing of the model is fitted to the trace. Needs
-`forerun[ray]` and a machine without other work.
+Each number of replicas is served by `forerun serve --replicas` with one thread each; a few requests of known lengths
+measure what steps cost while 1, 2 or all of them compute, before and after the trace is replayed with plain decoding,
+since machines change in minutes. `--runs 2` replays it once more with other questions: the mean of each figure counts,
+and what two runs differ by, no simulation can be blamed for. `--save` keeps what was measured, `--from` compares it
+with the simulation as it is now, `--costs-of 4` at the costs that were measured beside four replicas, for all numbers
+of them. Nothing of the model is fitted to the trace. Needs `forerun[ray]` and a machine without other work.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from forerun.errors import BadRequest
@@ -88,8 +89,10 @@ def measured(model: str, replicas: int, names: list[str], cores: float, runs: in
             known, answers = with_lengths(own[0], TraceTexts(), encode), list[list[ReplayedAnswer]]()
             for run, trace in enumerate(own):
                 answers.append(asyncio.run(replay(target, trace, TraceTexts(), (runs * at + run) * len(trace))))
-            found.append(MeasuredRun(name, replicas, cores, known, probes, answers))
-    return found
+            found.append(MeasuredRun(name, replicas, cores, known, {}, answers))
+        for count in counts:
+            probes[count] = probes[count].with_later(asyncio.run(probed(target, TraceTexts(), count, 1)))
+    return [replace(run, probes=probes) for run in found]
 
 
 def at_costs_of(runs: list[MeasuredRun], replicas: int | None) -> list[MeasuredRun]:
@@ -119,18 +122,19 @@ def compared(found: dict[str, Any], simulated: dict[str, Any]) -> dict[str, tupl
 
 def report(run: MeasuredRun) -> int:
     """Prints each figure, measured and simulated; how many are within 15%."""
-    first, *others = run.figures()
-    errors = [own["errors"] for own in (first, *others)]
-    print(f"{run.name}, {run.replicas} replicas, {first['seconds']:.0f} s; errors {errors}")
-    again = [compared(first, other) for other in others]
-    hits = 0
-    for name, (own, expected) in compared(first, run.simulated()).items():
-        ratio = expected / own if own else 1.0
+    found, simulated = run.figures(), run.simulated()
+    print(
+        f"{run.name}, {run.replicas} replicas, {found[0]['seconds']:.0f} s; errors {[own['errors'] for own in found]}"
+    )
+    each, hits = [compared(own, simulated) for own in found], 0
+    for name, (_, expected) in each[0].items():
+        values = [own[name][0] for own in each]
+        ratio = expected / mean(values) if any(values) else 1.0
         hits += abs(ratio - 1) <= WITHIN
         mark = "" if abs(ratio - 1) <= WITHIN else "  more than 15% off"
-        more = "".join(f"  measured again {other[name][1]:9.3f}" for other in again)
-        print(f"  {name:28} measured {own:9.3f}{more}  simulated {expected:9.3f}  ratio {ratio:5.2f}{mark}", flush=True)
-    print(f"  {hits} within 15%")
+        runs = ", ".join(f"{value:.4g}" for value in values)
+        print(f"  {name:28} measured {mean(values):8.4g} ({runs})  simulated {expected:8.4g}  ratio {ratio:5.2f}{mark}")
+    print(f"  {hits} of {len(each[0])} within 15%", flush=True)
     return hits
 
 

@@ -15,6 +15,7 @@ from forerun_research.bench.load_trace import TraceRequest, poisson
 from forerun_research.scripts.load_check import MeasuredRun, at_costs_of, numbered, report
 
 COSTS = ReplicaCosts(0.01, 0.001, 0.001, 0.0)
+SLOW = replace(COSTS, several_s=0.02)
 
 
 def answers(*requests: TraceRequest) -> list[ReplayedAnswer]:
@@ -26,8 +27,9 @@ def run() -> MeasuredRun:
     brief, long = TraceRequest(0.0, 320, 48, "a"), TraceRequest(0.0, 2368, 48, "a")
     middle = replace(long, prompt_tokens=832)
     longer, known = [answers(middle), answers(long)], [[answers(brief, own)[1:]] for own in (middle, long)]
-    several = [answers(*[brief] * 2)], answers(*[brief] * 16), answers(*[long] * 16)
-    probes = Probes(1, [answers(brief)], longer, *known, *several)
+    several = [answers(*[brief] * 2)], [answers(*[brief] * 16)], [answers(*[long] * 16)]
+    beside = [answers(replace(middle, max_tokens=96), replace(middle, arrival_s=1.2, max_tokens=2))]
+    probes = Probes(1, [answers(brief)], longer, *known, *several, beside)
     trace = poisson(0.5, 20.0, 2, 300, 8, 2, 2.0)
     real = simulate(trace, SimulatedSetup(1, 1.0, 1), {1: solved(probes)})
     return MeasuredRun("made", 1, 1.0, trace, {1: probes}, [real, real])
@@ -44,6 +46,14 @@ def test_a_simulation_that_is_right_is_within_and_one_that_is_not_is_told(
     for answer in run.answers[0]:
         answer.token_times = [answer.sent + 2 * (moment - answer.sent) for moment in answer.token_times]
     assert report(run) < 14 and "more than 15% off" in capsys.readouterr().out
+
+
+def test_what_is_measured_later_counts_as_much(run: MeasuredRun):
+    probes = run.probes[1]
+    slower = replace(run.probes[1], two=[simulate([TraceRequest(0.0, 320, 48, "a")] * 2, SimulatedSetup(1, 1.0), SLOW)])
+    both = probes.with_later(slower)
+    assert len(both.brief) == 2 and both.busy == 1
+    assert solved(probes).several_s < solved(both).several_s < solved(slower).several_s
 
 
 def test_costs_of_one_run_are_taken_for_all(run: MeasuredRun):
