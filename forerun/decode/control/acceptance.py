@@ -17,6 +17,7 @@ from typing import Any
 from forerun.core import ROOT, Draft
 from forerun.decode.control.gain import Gain, Gains
 from forerun.decode.control.lengths import AnswerLengths
+from forerun.decode.control.start import Unread
 
 PRIOR_OBSERVATIONS = 4.0  # observations that a drafter's own probability counts for
 DECAY_PER_OBSERVATION = 0.998  # of the statistics of all requests
@@ -319,6 +320,7 @@ class RequestStats:
     recent_tokens: float = 0.0  # of the last few steps without a paid drafter,
     recent_steps: float = 0.0  # and their number
     gain: Gain = field(default_factory=Gain)  # of its steps with free drafts
+    unread: Unread = field(default_factory=Unread)
     paid_steps: int = 0  # with a paid drafter whose costs were known,
     paid_tokens: float = 0.0  # tokens of these,
     paid_expected: float = 0.0  # and those that were planned for the time that they took

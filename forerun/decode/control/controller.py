@@ -339,7 +339,8 @@ class Controller(Waiting, OnDevice):
         stats, drafts, limits, context = batch.stats, batch.drafts, batch.limits, batch.context
         sequences, curve, record = len(stats), self.drafters[drafter], self.acceptance.records[drafter]
         costs = self._costs(sequences, batch.spent_s)
-        free = self._selected(batch, costs)
+        # Once it has read, a free draft that takes its place is doubted as it is: where chosen, one promises too much
+        free = self._selected(batch, costs, doubt=not any(start_s))
         plan = DepthPlan(self.target, curve, context, free, costs.draft_s + costs.spent_s + self.host.paid(sequences))
         if batch.on_device_rows:
             plan = StepPlan(plan, self.on_device_s(drafter, batch), batch.on_device_rows)
@@ -347,10 +348,6 @@ class Controller(Waiting, OnDevice):
         deepest = block if block > 1 else MAX_ROUNDS if sequences <= 8 else 8 if sequences <= 32 else 4
         reach = [free.reach(draft, i) for i, draft in enumerate(drafts)]
         remaining = [self.acceptance.expected_remaining(s) * s.share_not_free for s in stats]
-        waiting, plain_s = False, self._plain_s(sequences, context)
-        for i, s in enumerate(stats):
-            if start_s[i] and too_early(s, record, start_s[i] / plain_s):
-                remaining[i], waiting = 0, True
         known = MAX_KIND_OBSERVATIONS if sequences > 1 else START_OUTCOMES if start_s[0] else ALONE_OUTCOMES
 
         def ahead(doubt: float) -> list[list[float]]:
@@ -361,8 +358,13 @@ class Controller(Waiting, OnDevice):
         def best(probs: list[list[float]]) -> Depths:
             return plan.best(probs, reach, limits, start_s, remaining)
 
-        low = ahead(DOUBT)
-        sure = best(low)
+        low, waiting = ahead(DOUBT), False
+        for i, mean in enumerate(ahead(0.0) if any(start_s) else ()):
+            token_s, drafted = plan.token_s(mean), bool(free.nodes[i])
+            more_s = free.seconds - free.gains[i] * token_s
+            if start_s[i] and too_early(stats[i], record, start_s[i], token_s, more_s, drafted):
+                remaining[i], waiting = 0, True
+        sure, plain_s = best(low), self._plain_s(sequences, context)
         lost_s, pays = 0.0, sure.rounds and sure.rate * self.acceptance.paid_ratio(stats) >= plan.rate
         if pays and not slack.slows_down(self.acceptance, stats, free.gains, sure, start_s, plain_s):
             depths, why = best(ahead(0.0)), "pays by lower bound"

@@ -6,7 +6,9 @@ Planned before anything is drafted, from acceptance by depth and measured second
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import itemgetter
+from itertools import accumulate
+from math import inf
+from operator import itemgetter, mul
 
 from forerun.decode.control.cost import LOOKAHEAD_ROUNDS, MAX_ROUNDS, CostCurve
 from forerun.decode.control.selection import Selection
@@ -40,6 +42,18 @@ class DepthPlan:
         block = self.rounds.tokens_per_round
         rows = active if block == 1 else active * (block + UNREAD_TOKENS)
         return self.rounds.seconds(rows, active, self.context) if active else 0.0
+
+    def token_s(self, probs: list[float]) -> float:
+        """Of a sequence with this acceptance by depth, where the drafter drafts for all and no free drafter does."""
+        n, block, best = self.sequences, self.rounds.tokens_per_round, inf
+        path = tokens = 1.0
+        for depth, prob in enumerate(probs, 1):
+            path *= prob
+            tokens += path
+            drafting_s = depth * self.round_s(n) if block == 1 else self.rounds.seconds(n * (depth + UNREAD_TOKENS), n)
+            seconds = self.target.seconds(n * (1 + depth), n, self.context) + drafting_s + self.host_s
+            best = min(best, seconds / tokens)
+        return best
 
     def loss_s(self, probs: list[float], ratio: float = 1.0) -> float:
         """What a step loses in which the drafter runs for one sequence alone, one row for each of these probabilities
@@ -116,7 +130,8 @@ class DepthPlan:
                 path *= prob
                 if path < MIN_PATH_PROB:
                     break
-                nodes.append((path, i, depth, path - min(path, free[depth]) if depth < len(free) else path))
+                # Free drafts know the text, a model what such texts say: where one is wrong the other may be right
+                nodes.append((path, i, depth, path * (1.0 - free[depth]) if depth < len(free) else path))
         nodes.sort(key=itemgetter(0), reverse=True)
         return nodes
 
@@ -128,6 +143,9 @@ class StepPlan(DepthPlan):
     def __init__(self, plan: DepthPlan, step_s: float, rows: int) -> None:
         super().__init__(plan.target, plan.rounds, plan.context, plan.free, plan.host_s)
         self.step_s, self.depth = step_s, int(rows * DRAFTED_ROWS_SHARE)
+
+    def token_s(self, probs: list[float]) -> float:
+        return self.step_s / (1.0 + sum(accumulate(probs[: self.depth], mul)))
 
     def loss_s(self, probs: list[float], ratio: float = 1.0) -> float:
         tokens, path = self.tokens, 1.0
