@@ -38,7 +38,6 @@ from forerun.decode.verifiers import make_verifier
 
 log = logging.getLogger("forerun")
 
-MODEL_MERGE_WEIGHT = 4.0  # of a model's probability against a free drafter's: the model has read the whole text
 MAX_COVERED = 0.5  # probability that a free draft has the next token, from which no other drafter runs beside it
 MIN_WAIT_S = 20e-6  # for a step in flight: the host that waits less was late, and what ran beside the step was not free
 # Steps of one sequence that a plan holds for: acceptance is a mean of some twenty outcomes and changes less than that,
@@ -348,8 +347,7 @@ class Speculator:
         for task in tasks:
             if not task.draft.proposals:
                 drafters = [self.drafter_pool[draft.sources[0]] for draft in task.candidates]
-                models = [not drafter.free or drafter.can_sample for drafter in drafters]
-                task.draft = tree.merge(task.candidates, [MODEL_MERGE_WEIGHT if each else 1.0 for each in models])
+                task.draft = tree.merge(task.candidates, [not each.free or each.can_sample for each in drafters])
 
     def _select(self, tasks: list[DraftTask], context: int, spent_s: float) -> None:
         """Keep the nodes that pay to verify."""

@@ -10,37 +10,49 @@ from collections.abc import Sequence
 from forerun.core import ROOT, Draft
 
 
-def merge(drafts: Sequence[Draft], weights: Sequence[float]) -> Draft:
-    """One tree that holds every path of all drafts.
+def merge(drafts: Sequence[Draft], models: Sequence[bool]) -> Draft:
+    """One tree that holds every path of all drafts; `models`: of drafters that have read the whole text.
 
-    A node's probability is the weighted mean over the drafters that have children at its parent, where one without this
-    token counts as zero: the highest probability alone would be too high too often (docs/log.md). The drafter with the
-    highest is named as the node's source.
+    A node's probability is the mean over the drafters that have children at its parent, where one without this token
+    counts as zero: the highest probability alone would be too high too often. Where models draft theirs counts, and
+    what they leave of it goes by the others: of free tokens that a model does not have next to none is right
+    (docs/log.md). The drafter with the highest is named as the node's source.
     """
-    full = [(draft, weight) for draft, weight in zip(drafts, weights, strict=True) if len(draft)]
+    full = [(draft, bool(model)) for draft, model in zip(drafts, models, strict=True) if len(draft)]
     if len(full) <= 1:
         return full[0][0] if full else Draft()
     merged = Draft()
     known: dict[tuple[int, int], int] = {}  # (parent, token) -> node of `merged`
-    weight_at: dict[int, float] = {}  # parent -> weight of all drafters with children there
+    drafters: tuple[dict[int, int], dict[int, int]] = {}, {}  # parent -> free drafters and models with children there
+    sums: tuple[list[float], list[float]] = [], []  # of each node's probabilities by these
     highest: list[float] = []  # of each node, over the drafters
-    for draft, weight in full:
+    for draft, model in full:
         places: list[int] = []  # node of `draft` -> node of `merged`
         counted: set[int] = set()
+        here, total = drafters[model], sums[model]
         for token, parent, prob, source in zip(draft.tokens, draft.parents, draft.probs, draft.sources, strict=True):
             above = ROOT if parent == ROOT else places[parent]
             if above not in counted:
                 counted.add(above)
-                weight_at[above] = weight_at.get(above, 0.0) + weight
+                here[above] = here.get(above, 0) + 1
             node = known.get((above, token))
             if node is None:
                 node = known[above, token] = merged.add(token, above, 0.0, source)
                 highest.append(prob)
+                sums[0].append(0.0)
+                sums[1].append(0.0)
             elif prob > highest[node]:
                 highest[node], merged.sources[node] = prob, source
-            merged.probs[node] += weight * prob
+            total[node] += prob
             places.append(node)
-    merged.probs = [total / weight_at[parent] for total, parent in zip(merged.probs, merged.parents, strict=True)]
+    left: dict[int, float] = {}  # parent -> what models leave
+    for node, parent in enumerate(merged.parents):
+        if n := drafters[1].get(parent):
+            left[parent] = left.get(parent, 1.0) - sums[1][node] / n
+    for node, parent in enumerate(merged.parents):
+        free = sums[0][node] / drafters[0].get(parent, 1)
+        by_models = sums[1][node] / drafters[1].get(parent, 1)
+        merged.probs[node] = by_models + free * max(0.0, left.get(parent, 1.0))
     return merged
 
 

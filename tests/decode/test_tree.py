@@ -12,23 +12,36 @@ def paths(draft: Draft) -> set[tuple[int, ...]]:
     return {tuple(draft.tokens[n] for n in draft.path(node)) for node in range(len(draft))}
 
 
+def probs_of(draft: Draft) -> dict[tuple[int, ...], float]:
+    return {tuple(draft.tokens[n] for n in draft.path(i)): prob for i, prob in enumerate(draft.probs)}
+
+
 def test_merging_shares_what_is_common():
     left = Draft.chain([1, 2, 3], [0.9, 0.5, 0.2], "left")
     right = Draft([1, 4, 7], [ROOT, 0, ROOT], [0.6, 0.6, 0.3], ["right"] * 3)
-    merged = merge([left, right, Draft()], [1, 1, 1])
+    merged = merge([left, right, Draft()], [False, False, False])
     assert paths(merged) == {(1,), (1, 2), (1, 2, 3), (1, 4), (7,)}
-    assert merged.sources[0] == "left" == merge([right, left], [1, 1]).sources[0]  # the surer one is named
+    assert merged.sources[0] == "left" == merge([right, left], [False, False]).sources[0]  # the surer one is named
     assert merged.problem(vocab=8) is None
-    assert merge([left, Draft()], [1, 1]) is left and len(merge([], [])) == 0
+    assert merge([left, Draft()], [False, False]) is left and len(merge([], [])) == 0
 
 
 def test_merged_chances_are_means_of_those_who_guess_there():
     left = Draft.chain([1, 2, 3], [0.9, 0.5, 0.2], "left")
     right = Draft([1, 4, 7], [ROOT, 0, ROOT], [0.6, 0.6, 0.3], ["right"] * 3)
-    merged = merge([left, right], [1, 3])
-    probs = {tuple(merged.tokens[n] for n in merged.path(i)): c for i, c in enumerate(merged.probs)}
-    expected = {(1,): 0.675, (7,): 0.225, (1, 2): 0.125, (1, 4): 0.45, (1, 2, 3): 0.2}
-    assert probs == pytest.approx(expected)  # under (1, 2) only the left one guesses
+    merged = merge([left, right], [False, False])
+    expected = {(1,): 0.75, (7,): 0.15, (1, 2): 0.25, (1, 4): 0.3, (1, 2, 3): 0.2}
+    assert probs_of(merged) == pytest.approx(expected)  # under (1, 2) only the left one guesses
+
+
+def test_free_drafts_share_what_a_model_leaves():
+    free = Draft([1, 7, 9, 2], [ROOT, ROOT, 0, 2], [0.6, 0.3, 0.9, 0.8], ["free"] * 4)
+    model = Draft([1, 4, 5], [ROOT, ROOT, 0], [0.5, 0.3, 1.0], ["model"] * 3)
+    merged = merge([free, model], [False, True])
+    left = 1.0 - 0.5 - 0.3
+    expected = {(1,): 0.5 + 0.6 * left, (4,): 0.3, (7,): 0.3 * left, (1, 5): 1.0, (1, 9): 0.0, (1, 9, 2): 0.8}
+    assert probs_of(merged) == pytest.approx(expected)  # under (1, 9) only the free one guesses
+    assert merged.sources[0] == "free"
 
 
 def test_keeping_lays_the_surest_branch_first_and_branches_in_one_piece():

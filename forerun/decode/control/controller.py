@@ -35,9 +35,10 @@ from forerun.decode.control.acceptance import (
 from forerun.decode.control.cost import MAX_ROUNDS, TIMED_TOKENS, CostCurve, Slowdown
 from forerun.decode.control.decision import Decision, DraftedBatch, EndedStep, OpenStep, PaidPlan
 from forerun.decode.control.depth import DepthPlan, Depths, StepPlan, min_path_probs
+from forerun.decode.control.gain import DOUBTED_RATIO
 from forerun.decode.control.host import HostTime
 from forerun.decode.control.on_device import OnDevice
-from forerun.decode.control.selection import StepCosts
+from forerun.decode.control.selection import Selection, StepCosts
 from forerun.decode.control.start import EXPLORE_PAID_SHARE, FIRST_TOKENS, too_early
 from forerun.decode.control.waiting import READ_ELSEWHERE_PRIOR_S, Waiting
 
@@ -325,10 +326,11 @@ class Controller(Waiting, OnDevice):
         self.decisions.append(Decision(n, batch.context, "+".join(names), depth, found.size, *expected, why))
         return found.nodes
 
-    def _selected(self, batch: DraftedBatch, costs: StepCosts, doubt: bool = False) -> selection.Selection:
+    def _selected(self, batch: DraftedBatch, costs: StepCosts, share: float = 1.0, doubt: bool = False) -> Selection:
+        """`share`: of what free drafts are expected to gain, that counts."""
         lagging = slack.lagging(self.acceptance, batch.stats, self._plain_s(len(batch.stats), batch.context))
         gains, pairs = self.acceptance.gains, zip(batch.stats, batch.drafts, strict=True)
-        probs = [gains.expected(s.kind, s.gain, draft, self.drafters, doubt) for s, draft in pairs]
+        probs = [gains.expected(s.kind, s.gain, draft, self.drafters, share, doubt) for s, draft in pairs]
         return selection.select(self.target, batch.drafts, probs, batch.limits, batch.context, costs, lagging)
 
     # -- whether to run a paid drafter ---------------------------------------------------------------------------------
@@ -339,8 +341,8 @@ class Controller(Waiting, OnDevice):
         stats, drafts, limits, context = batch.stats, batch.drafts, batch.limits, batch.context
         sequences, curve, record = len(stats), self.drafters[drafter], self.acceptance.records[drafter]
         costs = self._costs(sequences, batch.spent_s)
-        # Once it has read, a free draft that takes its place is doubted as it is: where chosen, one promises too much
-        free = self._selected(batch, costs, doubt=not any(start_s))
+        # A free draft that would take its place is doubted as it is: it is where one promises most, and too much
+        free = self._selected(batch, costs, 1.0 if any(start_s) or batch.on_device_rows else DOUBTED_RATIO)
         plan = DepthPlan(self.target, curve, context, free, costs.draft_s + costs.spent_s + self.host.paid(sequences))
         if batch.on_device_rows:
             plan = StepPlan(plan, self.on_device_s(drafter, batch), batch.on_device_rows)

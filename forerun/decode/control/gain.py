@@ -64,9 +64,12 @@ class Gains:
         gained, expected = self._kinds.get(kind, (0.0, 0.0))
         return (gained + prior * prior_tokens) / (expected + prior_tokens)
 
-    def expected(self, kind: str, own: Gain, draft: Draft, paid: Collection[str], doubt: bool = False) -> list[float]:
-        """Probabilities of a draft's nodes, those of drafters that are not `paid` by what such drafts have gained."""
-        ratio = self.ratio(kind, own, doubt)
+    def expected(
+        self, kind: str, own: Gain, draft: Draft, paid: Collection[str], share: float = 1.0, doubt: bool = False
+    ) -> list[float]:
+        """Probabilities of a draft's nodes, those of drafters that are not `paid` by what such drafts have gained, and
+        so much of that."""
+        ratio = share * self.ratio(kind, own, doubt)
         if ratio == 1.0:
             return draft.probs
         nodes = zip(draft.probs, draft.parents, draft.sources, strict=True)

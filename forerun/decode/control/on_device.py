@@ -35,7 +35,9 @@ class OnDevice:
 
         def _costs(self, sequences: int, spent_s: float) -> StepCosts: ...
 
-        def _selected(self, batch: DraftedBatch, costs: StepCosts, doubt: bool = False) -> Selection: ...
+        def _selected(
+            self, batch: DraftedBatch, costs: StepCosts, share: float = 1.0, doubt: bool = False
+        ) -> Selection: ...
 
     def on_device_s(self, drafter: str, batch: DraftedBatch) -> float:
         """Seconds of a step: as measured, before that of both models' forwards."""
