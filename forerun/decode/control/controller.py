@@ -360,13 +360,14 @@ class Controller(Waiting, OnDevice):
         def best(probs: list[list[float]]) -> Depths:
             return plan.best(probs, reach, limits, start_s, remaining)
 
-        low, waiting = ahead(DOUBT), False
+        low, waiting, plain_s = ahead(DOUBT), False, self._plain_s(sequences, context)
         for i, mean in enumerate(ahead(0.0) if any(start_s) else ()):
-            token_s, drafted = plan.token_s(mean), bool(free.nodes[i])
-            more_s = free.seconds - free.gains[i] * token_s
+            # Free drafts that run beside steps on a device show there for nothing what they are worth
+            token_s, drafted = plan.token_s(mean), bool(free.nodes[i]) and not batch.on_device_rows
+            more_s = (free.seconds - free.gains[i] * token_s) if drafted else plain_s - token_s
             if start_s[i] and too_early(stats[i], record, start_s[i], token_s, more_s, drafted):
                 remaining[i], waiting = 0, True
-        sure, plain_s = best(low), self._plain_s(sequences, context)
+        sure = best(low)
         lost_s, pays = 0.0, sure.rounds and sure.rate * self.acceptance.paid_ratio(stats) >= plan.rate
         if pays and not slack.slows_down(self.acceptance, stats, free.gains, sure, start_s, plain_s):
             depths, why = best(ahead(0.0)), "pays by lower bound"

@@ -16,9 +16,9 @@ EXPLORE_PAID_SHARE = 0.0075  # of a request's time, that exploring paid drafters
 # answers have few more, and free drafters show what they can do
 FIRST_TOKENS = 8
 # Of what reading takes, that a draft model which has paid may lose by reading later. Where nothing else is drafted that
-# is little (0.07 to 0.2 do as well on recorded answers, docs/log.md). A free draft in hand shows for next to nothing
+# is little (0.05 to 0.2 do alike on recorded answers, docs/log.md). A free draft in hand shows for next to nothing
 # whether an answer repeats its prompt, where reading would be for nothing: a loss as large as that is worth it
-WAITED_SHARE, WAITED_SHARE_FREE = 0.125, 1.0
+WAITED_SHARE, WAITED_SHARE_FREE = 0.1, 1.0
 
 
 @dataclass(slots=True)
