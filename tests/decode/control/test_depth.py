@@ -61,6 +61,19 @@ def test_only_what_a_free_draft_does_not_reach_is_gained():
     assert plan.best(ahead, [[0.8, 0.64, 0.512, 0.41]], [8], [0.0], [FOREVER]).rounds == {}
 
 
+def test_a_free_draft_and_a_model_are_right_apart_from_each_other():
+    ahead = [[0.8] * 8]
+    nodes = DepthPlan._nodes([0], ahead, [[0.5, 0.3]], [8])
+    assert [gain for _, _, _, gain in nodes[:3]] == pytest.approx([0.8 * 0.5, 0.64 * 0.7, 0.512])
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_a_token_by_such_drafts_takes_what_the_best_depth_says(sequences: int):
+    plan, ahead = make_plan(CORES, [Draft()] * sequences), [0.9] * 8
+    most = max(rate(plan, (depth,) * sequences, [ahead] * sequences) for depth in range(1, 9))
+    assert plan.token_s(ahead) == pytest.approx(sequences / most, rel=0.01)
+
+
 def test_limits_are_kept():
     plan = make_plan(replace(H200, rounds={1: 1e-4, 8: 1.1e-4}), [Draft(), Draft()])
     found = plan.best([[0.95] * 8] * 2, [[], []], [0, 2], [0.0] * 2, [FOREVER] * 2)

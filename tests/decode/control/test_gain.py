@@ -58,6 +58,8 @@ def test_only_the_first_tokens_of_free_drafters_are_doubted():
     draft = Draft([1, 2, 3], [-1, 0, -1], [0.8, 0.9, 0.5], ["lookup", "lookup", "model"])
     ratio = gains.ratio("text", own)
     assert gains.expected("text", own, draft, {"model"}) == [0.8 * ratio, 0.9, 0.5]
+    assert gains.expected("text", own, draft, {"model"}, share=0.5) == [0.8 * (0.5 * ratio), 0.9, 0.5]
+    assert gains.expected("text", Gain(), draft, {"model"}, share=0.5) != draft.probs
 
 
 def test_what_was_learnt_is_read_again_and_other_files_are_refused():

@@ -36,3 +36,8 @@ def test_none_draft_where_one_of_them_may_not_read_yet_or_ends() -> None:
     assert not best(plan, [1e-3, 1e-3], [100, 0])
     assert best(plan, [1e-3, 0.0], [100, 0])  # it has read
     assert not best(plan, [0.0, 0.0], [100, 100], limit=0)
+
+
+def test_a_token_of_such_steps_takes_its_part_of_one() -> None:
+    assert step_plan(1, 2e-3).token_s(AHEAD) == 2e-3 / (1.0 + sum(0.9**depth for depth in range(1, 9)))
+    assert step_plan(4, 2e-3).token_s(AHEAD) > step_plan(1, 2e-3).token_s(AHEAD)  # fewer rows for each
