@@ -5,7 +5,7 @@ from __future__ import annotations
 from forerun.decode.control.acceptance import DrafterRecord, RequestStats
 from forerun.decode.control.start import FIRST_TOKENS, WAITED_SHARE, Unread, too_early
 
-START_S, TOKEN_S, PLAIN_S = 0.105, 0.01, 0.02
+START_S, TOKEN_S, PLAIN_S = 0.095, 0.01, 0.02
 
 
 def paid() -> DrafterRecord:
