@@ -69,6 +69,13 @@ CORES = Machine(
     (2e-3, 1.6e-3), 0.3e-3, 0.3e-3, 0.15e-3, 0.1e-3, 0.3e-3, tree="markov",
 )  # fmt: skip
 
+# Two cores of another CPU (Zen 5), as `bench speculate` had them at its end on 2026-11-19; reading from draft times
+ZEN5 = Machine(
+    {1: 24.5e-3, 2: 27.0e-3, 4: 28.9e-3, 8: 30.6e-3, 10: 35.5e-3, 13: 42.9e-3, 16: 49.4e-3, 32: 91e-3, 64: 0.181},
+    {1: 5.6e-3, 2: 6.1e-3, 4: 8.2e-3, 8: 9.6e-3, 12: 12.4e-3, 16: 14.9e-3, 23: 22.3e-3, 32: 32.6e-3, 64: 44e-3},
+    (2e-3, 0.6e-3), 0.3e-3, 0.25e-3, 0.10e-3, 0.06e-3, 0.2e-3, tree="markov",
+)  # fmt: skip
+
 
 @dataclass
 class RecordedAnswer:

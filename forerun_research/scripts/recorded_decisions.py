@@ -5,8 +5,8 @@
 
 `record` answers tasks plainly and keeps what the draft model proposes at every token, with and without its Markov head
 (two cores: 8 s an answer of 128 tokens). `play` gives the answers again by `auto`, lookup, the draft model's drafter
-and plain decoding, in the costs of one H200 or of two cores (`bench/recorded_engine.py`): how much faster each is, by
-category, and what `auto` is of the best. No figure of any hardware: costs are simulated.
+and plain decoding, in the costs of one H200 or of two cores (`bench/recorded_engine.py`; `cores` and `zen5` are two
+CPUs): how much faster each is, by category, and what `auto` is of the best. No figure of any hardware: simulated.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from forerun_research.bench.recorded_engine import (
     BLOCK,
     CORES,
     H200,
+    ZEN5,
     RecordedAnswer,
     RecordedEngine,
     seconds_by_drafter,
@@ -39,7 +40,7 @@ NODES = 31  # of a recorded tree
 DRAFTERS = ("off", "auto", "lookup", "parallel")
 WARM_UP_TOKENS = 16  # of a first answer by each drafter, as in `bench speculate`
 CPU_TOKENS = 96  # of an answer at most on the machine without a device, as in its benches
-MACHINES = {"h200": H200, "cores": CORES}
+MACHINES = {"h200": H200, "cores": CORES, "zen5": ZEN5}
 
 Trees = dict[str, Any]  # by kind: tokens, parents, probabilities
 
