@@ -132,6 +132,8 @@ def _run_replicas(opened: opt.ModelOptions, server: ServerOptions, config: Serve
 
     if (server.kv_events, server.kv_events_replay) != (None, None):
         raise BadRequest("--kv-events are of one engine, for routers outside", "leave them out, or --replicas")
+    early = threading.Event()  # SIGUSR1 before there are replicas: unhandled, it would end the process
+    signal.signal(signal.SIGUSR1, lambda *_: early.set())
     load_ray()
     scale = _scale(opened, server)
     llm = {name: _absolute(value) for name, value in opened.llm_options().items()}
@@ -142,6 +144,8 @@ def _run_replicas(opened: opt.ModelOptions, server: ServerOptions, config: Serve
         replica_service(llm, config, scale, server.ray, **more) as service,
     ):
         signal.signal(signal.SIGUSR1, lambda *_: threading.Thread(target=service.update, daemon=True).start())
+        if early.is_set():  # some may have opened the model as it was before
+            signal.raise_signal(signal.SIGUSR1)
         _print_ready(server, config, sock, f"{scale.replicas} replicas of {math.ceil(scale.cpus)} threads each")
         Server(service.app, config).run(sockets=[sock])
 

@@ -38,6 +38,7 @@ HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, HTTP2_SETT
 FIRST_ASKED = "/ray.rpc.NodeInfoGcsService/GetClusterId"  # of a head, by every driver
 OBJECT_STORE_BYTES = 100 << 20  # nothing large is stored there; Ray's least is 75 MB
 QUIET_LOGS = {"log_level": "WARNING", "enable_access_log": False}
+START_LOGS = QUIET_LOGS | {"log_level": "CRITICAL"}  # of a Ray of our own: why replicas do not start is one error
 MAX_START_TRIES = 3  # of a replica that cannot open its model
 LOOK_BACK_S = 15.0  # that open requests are averaged over; Ray counts them every 10 s
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 30.0
@@ -108,7 +109,7 @@ def cluster(address: str | None, cpus: float, gpus: float = 0.0) -> Iterator[Non
         raise ForerunError(f"cannot {where}: {str(error).strip().splitlines()[0]}", hint) from error
     try:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        serve.start(proxy_location="Disabled", logging_config=QUIET_LOGS)
+        serve.start(proxy_location="Disabled", logging_config=START_LOGS if address is None else QUIET_LOGS)
         if address is not None and APPLICATION in serve.status().applications:
             hint = "end that server, or remove what one that was killed has left: `serve shutdown`"
             raise BadRequest(f"the Ray cluster at {address} has an application {APPLICATION!r} already", hint)
@@ -118,6 +119,14 @@ def cluster(address: str | None, cpus: float, gpus: float = 0.0) -> Iterator[Non
             if address is None:
                 serve.shutdown()
         ray.shutdown()
+
+
+def show_warnings() -> None:
+    """What Ray's controller has to say once replicas run: of those that fail their health checks, for instance."""
+    load_ray()
+    with suppress(ImportError, AttributeError, TypeError):  # not public; without it that is in no log
+        configure = import_module("ray.serve.context")._get_global_client().update_global_logging_config
+        configure(import_module("ray.serve.schema").LoggingConfig(**QUIET_LOGS))
 
 
 def warn_of_little_room(scale: Scale) -> None:

@@ -102,7 +102,8 @@ class Forwarder:
                 else:
                     await unless_disconnected(receive, response.run())
         except ClientDisconnected:
-            return
+            if not response.begun:  # nothing was sent: with its status it is no failure of ours in the log
+                raise
         except Exception as error:
             scope["state"]["forwarded"] = False
             await response.fail(error)
@@ -138,7 +139,8 @@ class _ForwardedResponse:
 
     def __init__(self, replicas: Replicas, call: ReplicaCall, send: Send) -> None:
         self._replicas, self._call, self._send = replicas, call, send
-        self._begun = self._stream = False
+        self.begun = False  # whether the client has got a part of it
+        self._stream = False
 
     async def run(self) -> None:
         if self._call.stored:
@@ -153,7 +155,7 @@ class _ForwardedResponse:
                 await self._forward(self._call)
                 return
             except ReplicaLost:
-                if self._begun or not left:
+                if self.begun or not left:
                     raise
                 log.warning("a replica is lost: its request goes to another")
 
@@ -164,14 +166,14 @@ class _ForwardedResponse:
                 if message["type"] == "http.response.start":
                     if message["status"] == unless:
                         return False
-                    self._begun = True
+                    self.begun = True
                     self._stream = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
                 await self._send(message)
         return True
 
     async def fail(self, error: Exception) -> None:
         failure = _failure(error)
-        if not self._begun:
+        if not self.begun:
             raise failure from error
         if not self._stream:
             raise error

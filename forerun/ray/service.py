@@ -17,7 +17,7 @@ from forerun.cache.disk import make_folder
 from forerun.cache.store import parse_address, reach_master
 from forerun.errors import ForerunError
 from forerun.loading import opened
-from forerun.models.fetch.store import resolve
+from forerun.models.formats.adapter import open_draft
 from forerun.prefill.open_profile import open_profile
 from forerun.ray import cluster
 from forerun.ray.front import create_front
@@ -72,9 +72,11 @@ def front_limits(config: ServeConfig, scale: cluster.Scale, max_num_seqs: int) -
 
 def _check(llm: dict[str, Any]) -> None:
     """What a replica would fail with is an error before Ray is started, as far as it is known without the model."""
-    resolve(llm["model"])
+    target, draft = opened(llm["model"]), llm.get("draft_model")
+    if draft is not None and not str(draft).startswith("remote:"):
+        open_draft(draft, target, search=False)
     if (profile := llm.get("prefill_profile")) is not None:
-        open_profile(profile, opened(llm["model"]), any_source=True)
+        open_profile(profile, target, any_source=True)
     if llm.get("disk") is not None:
         make_folder(Path(llm["disk"]).expanduser())
     if llm.get("store") is not None:
@@ -93,6 +95,9 @@ def replica_service(
         if address is not None:
             cluster.warn_of_little_room(scale)
         try:
-            yield ReplicaService(ReplicaSettings(llm, config, admission.max_open, **more), scale, admission)
+            service = ReplicaService(ReplicaSettings(llm, config, admission.max_open, **more), scale, admission)
+            if address is None:
+                cluster.show_warnings()
+            yield service
         finally:
             cluster.close()

@@ -8,12 +8,14 @@ Knows neither vLLM's scheduler nor the connector.
 from __future__ import annotations
 
 import logging
+import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from forerun.cache.pool import PagePool
@@ -32,7 +34,7 @@ from forerun.prefill.recompute import RaggedDepthPass, Rows
 from forerun.prefill.state import PrefillStage, PrefillState
 from forerun.vllm.attention import PromptBlocks, VllmAttention
 from forerun.vllm.models import loaded_model
-from forerun.vllm.settings import PluginSettings
+from forerun.vllm.settings import PluginSettings, staging_pages
 from forerun.vllm.target import decoder_of
 
 log = logging.getLogger("forerun")
@@ -67,6 +69,15 @@ def label_of(report: PrefillReport) -> dict[str, Any]:
     return {"approximate": not report.fell_back and report.accepted > 0} | label
 
 
+def _staging_pages(
+    settings: PluginSettings, checkpoint: Checkpoint, context: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    page_bytes = PagePool.page_bytes(checkpoint.config, STAGING_PAGE_SIZE, dtype)
+    # Of a GPU the allocation itself says what there is and what was asked
+    free = psutil.virtual_memory().available if device.type == "cpu" else sys.maxsize
+    return staging_pages(settings.staging_tokens, context, STAGING_PAGE_SIZE, page_bytes, free)
+
+
 class PromptDrafter:
     """`config`: a VllmConfig; `spec`: of the one group of layers that have K/V."""
 
@@ -85,7 +96,7 @@ class PromptDrafter:
         profile = open_profile(settings.profile, checkpoint, draft)
         modules = [layer.self_attn for layer in model.model.layers]
         device, dtype = modules[0].attn.kv_cache.device, config.model_config.dtype
-        pages = -(-(settings.staging_tokens or 2 * context) // STAGING_PAGE_SIZE)
+        pages = _staging_pages(settings, checkpoint, context, dtype, device)
         self._pool = PagePool(checkpoint.config, pages, STAGING_PAGE_SIZE, dtype, device)
         builder_cls = modules[0].attn.get_attn_backend().get_builder_cls()
         builder = builder_cls(spec, [module.attn.layer_name for module in modules], config, device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from forerun.errors import BadRequest, ForerunError, UnsupportedModel
+from forerun.errors import BadRequest, ForerunError, OutOfPages, UnsupportedModel
 from forerun.inputs import DTYPES
 from forerun.params import Prefill
 from forerun.prefill.plan import Policy
@@ -51,6 +51,18 @@ class PluginSettings:
     @property
     def policy(self) -> Policy:
         return Policy(shortest=self.min_prompt_tokens)
+
+
+def staging_pages(asked: int, context: int, page_size: int, page_bytes: int, free: int) -> int:
+    """Pages of as many tokens as are asked for, or of twice the longest prompt; raises where memory, of which so many
+    bytes are free, cannot hold them."""
+    pages, most = -(-(asked or 2 * context) // page_size), free // page_bytes
+    if pages > most:
+        where = "" if asked else f", twice the longest prompt ({context})"
+        problem = f"kv_connector_extra_config: staging_tokens is {asked or 2 * context}{where}: "
+        problem += f"{pages * page_bytes / 1e9:.1f} GB of K/V, {free / 1e9:.1f} GB of memory are free"
+        raise OutOfPages(problem, f"give at most {most * page_size}; longer prompts are computed exactly")
+    return pages
 
 
 def read_prefill(given: Any) -> Prefill:

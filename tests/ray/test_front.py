@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,6 +148,28 @@ def test_a_client_that_leaves_frees_its_replica(engines: Any):
         wait_for(lambda: not engines["two"].llm.engine.scheduler.running)
         wait_for(lambda: made.app.state.admission.num_open == 0)
     patch.undo()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_client_that_leaves_before_its_response_is_no_failure_of_the_server(
+    whole: bool, engines: Any, caplog: pytest.LogCaptureFixture
+):
+    """In the middle of its body, or while it waits."""
+    caplog.set_level("INFO", "forerun.serve")
+    body = json.dumps(ENDLESS | {"stream": False} | of_replica(engines, "two")).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nX-Request-Id: left\r\n"
+    patch, _ = slowed(engines["two"].llm)
+    with fronted(engines) as (made, _):
+        with socket.create_connection(("127.0.0.1", made.port)) as client:
+            client.sendall(f"{head}Content-Length: {len(body) + (not whole)}\r\n\r\n".encode() + body)
+            if whole:
+                wait_for(lambda: bool(engines["two"].llm.engine.scheduler.running))
+        wait_for(lambda: any(record.getMessage().startswith("left ") for record in caplog.records))
+        wait_for(lambda: not engines["two"].llm.engine.scheduler.running)
+        assert made.post(CHAT, ASKED).status_code == 200
+    patch.undo()
+    own = [record.getMessage() for record in caplog.records if record.getMessage().startswith("left ")]
+    assert own and all(" 499 " in line for line in own), own
 
 
 def test_a_request_whose_replica_is_lost_before_it_began_is_answered_by_another(engines: Any):

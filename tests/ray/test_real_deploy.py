@@ -69,13 +69,24 @@ def test_replicas_come_with_the_queue_and_go_without(tiny_folder: Callable[[str]
 
 
 def test_replicas_that_cannot_start_are_one_line_and_nothing_is_left(
-    tiny_folder: Callable[[str], Path], tmp_path: Path
+    tiny_folder: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
 ):
+    llm = {"model": str(tiny_folder("qwen3")), "max_num_seqs": 4} | TINY | {"kv_cache_tokens": 1}
+    with (
+        pytest.raises(ForerunError, match="the replicas did not start: kv_cache_tokens"),
+        replica_service(llm, ServeConfig(NAME), Scale(1, cpus=0.5), None),
+    ):
+        pass
+    assert not ray.is_initialized()
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_a_disk_tier_that_cannot_be_had_starts_no_ray(tiny_folder: Callable[[str], Path], tmp_path: Path):
     wrong = tmp_path / "file"
     wrong.write_text("no folder")
     llm = {"model": str(tiny_folder("qwen3")), "max_num_seqs": 4, "disk": str(wrong)} | TINY
     with (
-        pytest.raises(ForerunError, match="the replicas did not start: the disk tier cannot use"),
+        pytest.raises(ForerunError, match="the disk tier cannot use"),
         replica_service(llm, ServeConfig(NAME), Scale(1, cpus=0.5), None),
     ):
         pass

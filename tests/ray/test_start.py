@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 import re
+import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -224,9 +225,11 @@ def test_the_address_in_the_environment_is_looked_at_before_ray_waits_for_it(mon
         (["--disk", __file__], "the disk tier cannot use .*test_start.py"),
         (["--store", "mooncake://127.0.0.1:1"], "no Mooncake master answers at mooncake://127.0.0.1:1"),
         (["--store", "mooncake://"], "which is no store"),
+        (["--draft-model", "no-such-draft"], "no-such-draft"),
+        (["--draft-model", __file__], "test_start.py is a file but not a .gguf file"),
     ],
 )
-def test_tiers_that_cannot_be_had_are_errors_before_ray_is_started(
+def test_tiers_and_drafts_that_cannot_be_had_are_errors_before_ray_is_started(
     options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tiny_folder: Callable[[str], Path]
 ):
     fake = SimpleNamespace(__version__="2.60.0", init=lambda **options: pytest.fail("Ray was started"))
@@ -234,6 +237,32 @@ def test_tiers_that_cannot_be_had_are_errors_before_ray_is_started(
     asked = ["serve", "--model", str(tiny_folder("qwen3")), "--port", "0", "--replicas", "2", *options]
     found = CliRunner().invoke(app, asked)
     assert isinstance(found.exception, BadRequest) and re.search(message, str(found.exception))
+
+
+def test_a_signal_to_replace_replicas_that_comes_before_they_are_ready_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Callable[[str], Path]
+):
+    unhandled, updated = list[int](), threading.Event()
+
+    @contextmanager
+    def starting(*_: object, **__: object) -> Iterator[SimpleNamespace]:
+        signal.raise_signal(signal.SIGUSR1)
+        assert not updated.is_set()
+        yield SimpleNamespace(update=updated.set, app=None)
+
+    def serving(app: object, config: object) -> SimpleNamespace:
+        return SimpleNamespace(run=lambda sockets: updated.wait(10))
+
+    monkeypatch.setattr(cluster, "import_module", lambda name: SimpleNamespace(__version__="2.60.0"))
+    monkeypatch.setattr("forerun.ray.service.replica_service", starting)
+    monkeypatch.setattr("forerun.serve.server.Server", serving)
+    before = signal.signal(signal.SIGUSR1, lambda number, _: unhandled.append(number))
+    try:
+        asked = ["serve", "--model", str(tiny_folder("qwen3")), "--port", "0", "--replicas", "2"]
+        found = CliRunner().invoke(app, asked)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found.exit_code == 0 and updated.is_set() and not unhandled
 
 
 def test_a_folder_in_the_home_is_that_for_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

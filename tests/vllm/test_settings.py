@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from forerun import vllm as plugin
-from forerun.errors import BadRequest, UnsupportedModel
-from forerun.vllm.settings import CONNECTOR_MODULE, PluginSettings, read_prefill, refusal
+from forerun.errors import BadRequest, OutOfPages, UnsupportedModel
+from forerun.vllm.settings import CONNECTOR_MODULE, PluginSettings, read_prefill, refusal, staging_pages
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +107,16 @@ def test_options_of_the_plugin() -> None:
             PluginSettings.read(wrong)
     with pytest.raises(BadRequest, match="colour is no option"):
         PluginSettings.read({"colour": "red"})
+
+
+def test_staged_tokens_are_as_many_as_memory_holds() -> None:
+    assert staging_pages(100, 4096, 16, 1000, 7000) == 7
+    assert staging_pages(0, 50, 16, 1000, 7000) == 7  # twice the longest prompt
+    with pytest.raises(OutOfPages, match="staging_tokens is 1000000000000: 62500.0 GB .*, 7.0 GB of memory") as found:
+        staging_pages(10**12, 4096, 16, 1000, 7 * 10**9)
+    assert "at most 112000000" in found.value.hint
+    with pytest.raises(OutOfPages, match=r"staging_tokens is 8192, twice the longest prompt \(4096\)"):
+        staging_pages(0, 4096, 16, 1000, 7000)
 
 
 def test_options_of_a_request() -> None:
