@@ -282,6 +282,22 @@ def test_a_cluster_that_has_replicas_already_is_left_as_it_is(monkeypatch: pytes
     assert ended == ["shutdown"]  # of this process's connection
 
 
+def test_what_ray_logs_of_a_failed_start_is_hidden_and_later_warnings_are_not(monkeypatch: pytest.MonkeyPatch):
+    levels: list[object] = []
+    client = SimpleNamespace(update_global_logging_config=lambda config: levels.append(config.log_level))
+    fake = SimpleNamespace(__version__="2.60.0", init=lambda **_: None, shutdown=lambda: None)
+    fake.start = lambda proxy_location, logging_config: levels.append(logging_config["log_level"])
+    fake._get_global_client = lambda: client
+    fake.LoggingConfig = SimpleNamespace
+    fake.status = lambda: SimpleNamespace(applications={})
+    monkeypatch.setattr(cluster, "import_module", lambda name: fake)
+    with cluster.cluster(None, 1):
+        cluster.show_warnings()
+    with cluster.cluster("auto", 1):  # one that others use stays as it is
+        pass
+    assert levels == ["CRITICAL", "WARNING", "WARNING"]
+
+
 def test_a_cluster_that_is_too_small_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     fake = SimpleNamespace(__version__="2.60.0", cluster_resources=lambda: {"CPU": 4.0})
     monkeypatch.setattr(cluster, "import_module", lambda name: fake)
