@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 class AttentionBackend(ABC):
     """`plan` once per forward, then `store` and `attend` once per layer."""
 
+    kernels_write = False  # whether C kernels write K/V, those in float32: they can do so for all layers at once
+
     def __init__(self, config: ModelConfig, device: torch.device, max_context: int) -> None:
         self.config = config
         self.device = device

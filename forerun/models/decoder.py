@@ -240,9 +240,9 @@ class RecomputePass:
 
 
 class AllLayersKV:
-    """All layers' caches of one decoder: rows that are written or read at once. One contract and two ways: torch, layer
-    by layer (here), and on CUDA in bf16 one launch for all layers, because there the host's time for each launch is
-    what costs."""
+    """All layers' caches of one decoder: rows that are written or read at once. One contract, by torch layer
+    by layer (here), or for all layers in one launch (CUDA in bf16: the host's time for each is what costs) or call (C
+    kernels)."""
 
     def __init__(self, decoder: Decoder, kv: KV) -> None:
         self._kv, self._config, self._ropes = kv, decoder.config, decoder.attention.ropes
@@ -297,4 +297,8 @@ def make_all_layers_kv(decoder: Decoder, kv: KV) -> AllLayersKV:
         from forerun.models.cuda.all_layers_kv import CudaAllLayersKV
 
         return CudaAllLayersKV(decoder, kv)
+    if decoder.attention.kernels_write and kv[0][0].dtype == torch.float32:
+        from forerun.models.cpu.all_layers_kv import CpuAllLayersKV
+
+        return CpuAllLayersKV(decoder, kv)
     return AllLayersKV(decoder, kv)

@@ -88,6 +88,10 @@ class Linear:
         """For a fused gate/up matrix: act(gate) * up, [T, in] -> [T, out / 2]."""
         return gate(self(x, norm=norm), activation)
 
+    def joined(self, parts: list[Tensor], eps: float) -> Tensor:
+        """Of parts [T, width] side by side, each row of each divided by its own root mean square: [T, out]."""
+        return self(torch.cat([F.rms_norm(part, (part.shape[-1],), None, eps) for part in parts], 1))
+
 
 class PackedFloat32(Linear):
     """oneDNN's prepacked float32: exact, and eight tokens cost little more than one."""

@@ -44,7 +44,7 @@ def test_written_and_read_as_layer_by_layer(tiny_folder: Callable[[str], Path]):
 
 def test_a_runner_has_planes_of_its_own_kv(tiny_folder: Callable[[str], Path]):
     runner = make_runner(tiny_folder("llama"))
-    assert type(runner.all_layers_kv) is AllLayersKV and runner.all_layers_kv is runner.all_layers_kv
+    assert isinstance(runner.all_layers_kv, AllLayersKV) and runner.all_layers_kv is runner.all_layers_kv
     runner.kv[1][0].fill_(3.0)
     assert runner.all_layers_kv.read(0, SLOTS)[0].mean((1, 2, 3)).tolist() == [0.0, 3.0, 0.0, 0.0]
 

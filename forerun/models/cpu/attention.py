@@ -35,7 +35,7 @@ class PagedCpuAttention(AttentionBackend):
     `share_prefix`: tokens of several sequences read the pages they have in common together; it changes no bit.
     """
 
-    share_prefix = True
+    share_prefix = kernels_write = True
     _drafts = False  # whether long pieces may be computed in bfloat16, where the CPU does that at once
 
     def __init__(self, config: ModelConfig, device: torch.device, max_context: int) -> None:
@@ -148,7 +148,7 @@ class PagedCpuAttention(AttentionBackend):
 
     def run_layers(self, x: Tensor, layers: list[Layer], kv: KV, which: range) -> Tensor | None:
         """The planned batch through these layers in one call; None where the layers are not of packed blocks alone."""
-        fused = None if self._rough else self.fused(layers, kv)
+        fused = self.fused(layers, kv)
         return None if fused is None else fused(x, self._batch, which)
 
     def fused(self, layers: list[Layer], kv: KV) -> FusedLayers | None:
@@ -156,7 +156,8 @@ class PagedCpuAttention(AttentionBackend):
         if self._fused is None or not self._fused.serves(layers, kv):
             if not FusedLayers.possible(layers, kv):
                 return None
-            self._fused = FusedLayers(self.config, layers, kv, [self._rope(i) for i in range(len(layers))])
+            ropes = [self._rope(i) for i in range(len(layers))]
+            self._fused = FusedLayers(self.config, layers, kv, ropes, self._drafts)
         return self._fused
 
     def _rope(self, layer: int) -> Tensor:
@@ -189,14 +190,17 @@ def _cache(kv: tuple[Tensor, Tensor]) -> Cache:
 class FusedLayers:
     """A decoder's layers as the kernels read them: addresses of weights, norms, tables and caches."""
 
-    def __init__(self, config: ModelConfig, layers: list[Layer], kv: KV, ropes: list[Tensor]) -> None:
+    def __init__(
+        self, config: ModelConfig, layers: list[Layer], kv: KV, ropes: list[Tensor], rough: bool = False
+    ) -> None:
+        """`rough`: attention of long pieces as for drafts, where the CPU can."""
         kernels = library()
         assert kernels is not None
         self._kernels, self._layers, self._first = kernels, layers, kv[0][0].data_ptr()
         self._held = (ropes, kv)
         self._scratch = torch.empty(0, dtype=torch.uint8)  # kept: fresh pages would cost as much as a layer
         eps = layers[0].attn_norm[1]
-        self._shape = LayerShape(config.hidden_size, eps, config.scale, GATES[config.activation])
+        self._shape = LayerShape(config.hidden_size, eps, config.scale, GATES[config.activation], rough)
         self._weights = (LayerWeights * len(layers))()
         for i, (w, layer) in enumerate(zip(self._weights, layers, strict=True)):
             for name in ("qkv", "o", "gate_up", "down"):

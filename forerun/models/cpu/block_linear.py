@@ -162,6 +162,19 @@ class BlockLinear(Linear):
         )
         return y
 
+    def joined(self, parts: list[Tensor], eps: float) -> Tensor:
+        if any(part.shape[1] % ROW_GROUP or part.dtype != torch.float32 for part in parts):
+            return super().joined(parts, eps)
+        parts, rows = [part.contiguous() for part in parts], parts[0].shape[0]
+        at = (ctypes.c_void_p * len(parts))(*(part.data_ptr() for part in parts))
+        widths = (ctypes.c_int64 * len(parts))(*(part.shape[1] for part in parts))
+        y = torch.empty(rows, self.out_features)
+        self._kernels.fr_linear_joined(
+            *(ctypes.addressof(self.matrix), ctypes.addressof(at), ctypes.addressof(widths), len(parts), eps, rows),
+            y.data_ptr(),
+        )
+        return y
+
     def gated(self, x: Tensor, activation: str, *, norm: Norm | None = None) -> Tensor:
         y = self(x, norm=norm)
         out = torch.empty(x.shape[0], self.out_features // 2)

@@ -31,7 +31,7 @@ log = logging.getLogger("forerun")
 
 SOURCES = ("blocks.c", "attention.c", "draft_attention.c", "layers.c", "pool.c", "block.c", "ranking.c", "draw.c")
 HEADERS = ("vec.h", "blocks.h", "tiles16.h", "tiles8.h", "attention.h", "layers.h", "pool.h")
-ABI = 7  # of the functions below
+ABI = 8  # of the functions below
 COMPILE_S = 120.0  # a compiler that takes longer is given up
 STALE_S = 3600.0  # a scratch folder this old was left by a process that was killed
 CHECKSUM_BYTES = 32  # behind the library, which the loader does not read
@@ -197,7 +197,7 @@ class LayerWeights(ctypes.Structure):
 
 
 class LayerShape(ctypes.Structure):
-    _fields_ = [("hidden", number), ("eps", real), ("scale", real), ("gate", whole)]
+    _fields_ = [("hidden", number), ("eps", real), ("scale", real), ("gate", whole), ("rough", whole)]
 
 
 class BlockWeights(ctypes.Structure):
@@ -228,8 +228,10 @@ FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "fr_pack": ([whole, pointer, number, number, pointer, number, number, pointer], None),
     "fr_rows": ([whole, pointer, number, pointer, number, pointer], None),
     "fr_linear": ([pointer, pointer, pointer, real, number, pointer, pointer], None),
+    "fr_linear_joined": ([pointer, pointer, pointer, number, real, number, pointer], None),
     "fr_gate": ([pointer, number, number, whole, pointer], None),
     "fr_store": ([pointer, pointer, pointer, Cache, pointer, pointer, pointer, real], None),
+    "fr_store_made": ([pointer, pointer, number, pointer, pointer], None),
     "fr_attend_scratch": ([pointer], number),
     "fr_attend": ([pointer, pointer, Cache, number, real, pointer, pointer], None),
     "fr_attend_draft_scratch": ([pointer], number),

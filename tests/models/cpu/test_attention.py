@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ from forerun.core import ROOT, Draft, TokenBatch
 from forerun.models.attention import AttentionBackend
 from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig
+from forerun.models.cpu.all_layers_kv import CpuAllLayersKV
 from forerun.models.cpu.attention import PagedCpuAttention
-from forerun.models.decoder import Taps
+from forerun.models.decoder import AllLayersKV, Taps
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.formats.checkpoint import open_checkpoint
 from tests.models.test_attention import CUTS, IDS, TREE, cut
@@ -91,6 +94,21 @@ def test_it_is_a_softmax_over_what_a_token_sees(heads: int, kv_heads: int, dim: 
     for s in range(len(rows)):  # each sequence alone: the same bits
         own = slice(batch.cu_seqlens[s], batch.cu_seqlens[s + 1])
         assert torch.equal(attend(config, make_batch(rows[s : s + 1]), q[own], kv), got[:, own])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("base", "tokens"), [(0, 1), (1, 40)])
+def test_k_and_v_of_all_layers_are_written_as_operators_write_them(base: int, tokens: int):
+    config, draw = make_config(9, 3, 64, 40), torch.Generator().manual_seed(tokens)
+    decoder: Any = SimpleNamespace(config=config, attention=PagedCpuAttention(config, CPU, 4096))
+    mapped, slots = torch.randn(tokens, 2 - base, 2, 3, 64, generator=draw), torch.randperm(64, generator=draw)[:tokens]
+    found = []
+    for way in (CpuAllLayersKV, AllLayersKV):
+        kv = [(torch.zeros(64, 3, 64), torch.zeros(64, 3, 64)) for _ in range(2)]
+        way(decoder, kv).write(mapped, 700, slots, [range(i, i + 1) for i in range(base, 2)])
+        found.append(torch.stack([cache for layer in kv for cache in layer]))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    assert float(found[0][2 * base :].abs().sum()) > 0.0 and not found[0][: 2 * base].any()
 
 
 @pytest.mark.usefixtures("kernels")

@@ -16,7 +16,7 @@ from forerun import LLM, SamplingParams
 from forerun.models.cpu import choice
 from forerun.models.cpu.block_linear import FORMATS, BlockLinear, PackedBlocks, Q8Linear, problem, set_threads
 from forerun.models.cpu.quantise import q8_0, quantise
-from forerun.models.linear import rms_norm
+from forerun.models.linear import Linear, rms_norm
 
 ROWS, COLS = 70, 768  # the last group of 16 rows is not full
 SCALED_AT = {
@@ -123,8 +123,9 @@ def test_norm_bias_residual_and_several_formats_in_one_call() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_threads_change_no_bit() -> None:
-    raw, x = stored("Q4_K", 512)[0], inputs(3)
+@pytest.mark.parametrize("rows", [3, 37])
+def test_threads_change_no_bit(rows: int) -> None:
+    raw, x = stored("Q4_K", 512)[0], inputs(rows)
     results = []
     for threads in (1, 2, 8):
         set_threads(threads)
@@ -133,6 +134,20 @@ def test_threads_change_no_bit() -> None:
         finally:
             set_threads(torch.get_num_threads())
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("widths", [(256, 512), (768,), (32, 64, 672), (8, 760)])
+def test_joined_parts_are_normed_each_by_itself(widths: tuple[int, ...], rows: int) -> None:
+    """Parts of 8 do not fill a vector: torch joins them."""
+    linear = BlockLinear([("Q8_0", stored("Q8_0")[0])], torch.randn(ROWS))
+    parts = [(1.0 + 50 * i) * torch.randn(rows, width) for i, width in enumerate(widths)]
+    ours, theirs = linear.joined(parts, 1e-6), Linear.joined(linear, parts, 1e-6)
+    assert (
+        float((ours - theirs).norm() / theirs.norm()) < 1e-3
+    )  # a value between two steps of eight bits may go either way
+    assert torch.equal(linear.joined([part[:1] for part in parts], 1e-6), ours[:1])
 
 
 def test_formats_without_a_kernel_are_named() -> None:

@@ -67,6 +67,29 @@ void fr_store(const Batch *b, const float *qkv, float *q, Cache kv, const float 
         pool_run(&(Job){store_token, 0, &c, sizeof c, 0, b->tokens});
 }
 
+typedef struct { const Batch *b; const float *made; int64_t layers; const Cache *kv; const float *const *ropes; } StoreMade;
+
+static void store_made(const void *arg, int64_t t, void *none) {
+    const StoreMade *c = arg;
+    (void)none;
+    const Batch *b = c->b;
+    int64_t size = b->kv_heads * b->dim;
+    for (int64_t i = 0; i < c->layers; i++) {
+        const float *row = c->made + (t * c->layers + i) * 2 * size, *rope = c->ropes[i] + b->positions[t] * b->dim;
+        for (int64_t h = 0; h < b->kv_heads; h++) {
+            int64_t at = b->slots[t] * c->kv[i].slot_stride + h * c->kv[i].head_stride;
+            rotate(row + h * b->dim, 0, 0, rope, b->dim, c->kv[i].k + at);
+            memcpy(c->kv[i].v + at, row + size + h * b->dim, b->dim * sizeof(float));
+        }
+    }
+}
+
+/* K, not rotated yet, and V that no layer computed, [tokens, layers, 2, kv_heads, dim], into the caches of these layers. */
+void fr_store_made(const Batch *b, const float *made, int64_t layers, const Cache *kv, const float *const *ropes) {
+    StoreMade c = {b, made, layers, kv, ropes};
+    pool_run(&(Job){store_made, 0, &c, sizeof c, 0, b->tokens});
+}
+
 /* ---- attend ----------------------------------------------------------------------------------------------------- */
 
 /* A query row's sum so far: e**(score - top) * value, the same of 1, and top. */

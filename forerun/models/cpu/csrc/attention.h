@@ -15,4 +15,6 @@ typedef struct { float *k, *v; int64_t slot_stride, head_stride; } Cache; /* of 
 void fr_store(const Batch *b, const float *qkv, float *q, Cache kv, const float *rope, const float *q_norm,
               const float *k_norm, float eps);
 int64_t fr_attend_scratch(const Batch *b);
+int64_t fr_attend_draft_scratch(const Batch *b);
+void fr_attend_draft(const Batch *b, const float *q, Cache kv, int64_t window, float scale, void *scratch, float *out);
 void fr_attend(const Batch *b, const float *q, Cache kv, int64_t window, float scale, float *scratch, float *out);

@@ -11,7 +11,7 @@ typedef struct {
     Cache kv;
     int64_t window; /* 0: none */
 } Layer;
-typedef struct { int64_t hidden; float eps, scale; int32_t gate; } Shape;
+typedef struct { int64_t hidden; float eps, scale; int32_t gate, rough; } Shape; /* rough: attention as for drafts */
 
 void fr_linear(const Matrix *m, const float *x, const float *norm, float eps, int64_t count, const float *add, float *y);
 void fr_layers(const Shape *shape, const Layer *layers, int64_t from, int64_t to, const Batch *b, float *x, uint8_t *scratch);
