@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -111,25 +112,28 @@ def tail_attention(runner: Runner, state: PrefillState, base: int) -> np.ndarray
     layers they run.
 
     The last layer is left out: rows without logits leave the pass before they attend there. A device with a recorded
-    pass and sums does both at once, in all layers. Where rounds are compared by the tail, its logits are kept.
+    pass and sums does both at once, in all layers. Where rounds are compared by the tail, its logits are kept; else
+    what it attends to is all that counts, and attention may be computed as for drafts.
     """
     seen = runner.tail_attention(Span(state.ids[state.end :].tolist(), state.end, state.pages, ()))
     if seen is not None:
         return seen
-    compared = COMPARED_TOKENS if state.compares_tail else 0
+    compared, decoder = COMPARED_TOKENS if state.compares_tail else 0, runner.decoder
+    if not compared:
+        decoder = replace(decoder, attention=decoder.attention.for_drafts())
     tail_attention = TailAttention(runner, state.pages, state.end, len(state.tokens))
     sums: list[Tensor] = []  # of layers that the device weighs at once: [len(state.tokens)] each
 
     def watch(layer: int, x: Tensor, q: Tensor | None, a: Tensor | None) -> None:
         if q is None or q.shape[0] != len(state.tokens) - state.end:
             return
-        given = runner.decoder.attention.entry_weights(q, layer, runner.kv[layer])
+        given = decoder.attention.entry_weights(q, layer, runner.kv[layer])
         if given is None:
             tail_attention.add(layer, q, state.end)
         else:
             sums.append(given / (q.shape[0] * q.shape[1]))
 
-    out = RaggedDepthPass(runner).run(tail_rows(state, base, compared), watch)
+    out = RaggedDepthPass(runner, decoder).run(tail_rows(state, base, compared), watch)
     if compared:
         state.tail_logits = out.logits.clone()
     return torch.stack(sums).mean(0).numpy() if sums else tail_attention.reduce()

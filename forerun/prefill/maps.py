@@ -123,7 +123,7 @@ class FastMaps:
         self._mix_in, self._mix_out = linear(maps.mix_in), linear(maps.mix_out)
         self._up = linear(maps.up, maps.up_bias)
         fused = device.type == "cuda" and dtype == torch.bfloat16
-        self._features = _fused_features(dtype, widths, device) if fused else features_of
+        self._features = _fused_features(dtype, widths, device) if fused else None
         self._float8_down = float8_projection(self._down, widths, EPS) if float8 else None
 
     @property
@@ -134,7 +134,10 @@ class FastMaps:
     def __call__(self, hidden: list[Tensor]) -> Tensor:
         """Hidden states, [T, hidden] each -> [T, mapped layers * 2 * kv_size]."""
         float8 = self._float8_down
-        z = float8(hidden) if float8 is not None and float8.takes(hidden) else self._down(self._features(hidden))
+        if float8 is not None and float8.takes(hidden):
+            z = float8(hidden)
+        else:
+            z = self._down.joined(hidden, EPS) if self._features is None else self._down(self._features(hidden))
         z = self._mix_out(F.silu(self._mix_in(z)), add=z)
         return self._up(z)
 

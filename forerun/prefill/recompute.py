@@ -72,6 +72,7 @@ class RecomputeOutput:
     x: Tensor | None = None  # [K, hidden] inputs of layer `keep`, in the decoder's basis
     kept: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [K] the rows that reached it
     token_layers: int = 0  # (row, layer) pairs that ran whole
+    taps: dict[int, Tensor] = field(default_factory=dict)  # layer -> its inputs [rows, hidden], in the decoder's basis
 
 
 class RaggedDepthPass:
@@ -87,8 +88,11 @@ class RaggedDepthPass:
         self._decoder = runner.decoder if decoder is None else decoder
 
     @torch.inference_mode()
-    def run(self, rows: Rows, watch: Watch | None = None, keep: int | None = None) -> RecomputeOutput:
-        """`watch` sees in layer i the rows `rows.whole(i, layers, keep)`; `keep`: return inputs of this layer."""
+    def run(
+        self, rows: Rows, watch: Watch | None = None, keep: int | None = None, taps: Sequence[int] = ()
+    ) -> RecomputeOutput:
+        """`watch` sees in layer i the rows `rows.whole(i, layers, keep)`; `keep`: return inputs of this layer. `taps`:
+        and of these, of all rows that reach them; a decoder that runs several layers at once does so between them."""
         self._check(rows, keep)
         decoder, kv, count = self._decoder, self._runner.kv, self._layers
         plan = _RowBatch(self._runner, decoder, rows)
@@ -99,13 +103,15 @@ class RaggedDepthPass:
         while i < count and len(alive):
             if i == keep:
                 result.x, result.kept = x, alive
+            if i in taps:
+                result.taps[i] = x
             whole = rows.whole(i, count, keep)[alive]
             leaving = (rows.depths[alive] > i) & ~whole
             if leaving.any():  # before the others, which attend to these
                 plan.use(alive[leaving], attend=False)
                 decoder.write_kv(_pick(x, leaving), i, kv)
             x, alive = _pick(x, whole), alive[whole]
-            end = self._together(rows, alive, i, keep)
+            end = self._together(rows, alive, i, keep, taps)
             if len(alive):
                 x = decoder.run_layers(x, plan.use(alive, attend=True), kv, range(i, end), watch=watch)
             result.token_layers += len(alive) * (end - i)
@@ -128,11 +134,11 @@ class RaggedDepthPass:
         batch = _RowBatch(self._runner, self._decoder, rows).batch(np.arange(len(rows.ids)), attend=True)
         return self._runner.recompute(batch, picks)
 
-    def _together(self, rows: Rows, alive: np.ndarray, first: int, keep: int | None) -> int:
-        """The layer before which none of these rows leaves and whose inputs are not kept: up to it they run in
+    def _together(self, rows: Rows, alive: np.ndarray, first: int, keep: int | None, taps: Sequence[int]) -> int:
+        """The layer before which none of these rows leaves and no inputs are kept: up to it they run in
         one go, because every stop in between costs the host more than a small layer takes."""
         end, least = first + 1, rows.depths[alive].min(initial=self._layers)
-        while end < self._layers and end != keep:
+        while end < self._layers and end != keep and end not in taps:
             if least <= end + 1 and not rows.whole(end, self._layers, keep)[alive].all():
                 break
             end += 1
@@ -217,7 +223,7 @@ class Recomputer:
         start, layers = time.perf_counter(), state.costs.start(entries)
         entries = entries[: int(np.argmax(layers != layers[0])) or None]
         if layers[0] or not self._at_once(state, entries, checker, last and len(entries) == len(layers)):
-            self._step_by_step(state, entries, int(layers[0]), checker)
+            self._step_by_step(state, entries, int(layers[0]), checker, last and len(entries) == len(layers))
         state.depths[entries] = state.layers
         state.report.token_layers += state.costs.token_layers(entries)
         state.report.recompute_s += time.perf_counter() - start
@@ -239,15 +245,33 @@ class Recomputer:
             state.filled, state.logits = len(state.tokens) - 1, recompute.logits.clone()
         return True
 
-    def _step_by_step(self, state: PrefillState, entries: np.ndarray, first: int, checker: Checker | None) -> None:
-        """From layer `first` on. The tail is left to the engine, or once more, if it ran before."""
+    def _step_by_step(
+        self, state: PrefillState, entries: np.ndarray, first: int, checker: Checker | None, last: bool
+    ) -> None:
+        """From layer `first` on, the tail with the `last` ones. Where more is to be seen of the tail than what follows
+        it, it is left to the engine, or runs once more, if it ran before."""
         x, state.filled, state.logits, state.tail_ran = None, state.end, None, False
+        running, wanted = entries, range(0)
+        if last and self._ends_with_tail(state, first):
+            running = np.concatenate((entries, np.arange(state.end, len(state.tokens))))
+            wanted = range(len(running) - 1, len(running))
+        watch: Watch | None = None if checker is None else checker.watch(running)
         if first:
             assert state.x is not None
-            x = state.x.index_select(0, send(entries - state.first, state.x.device))
-        rows = Rows(state.ids[entries], entries, state.pages, np.full(len(entries), state.layers), x=x, first=first)
-        watch: Watch | None = None if checker is None else checker.watch(entries)
-        self._ragged_pass.run(rows, watch)
+            x = state.x.index_select(0, send(running - state.first, state.x.device))
+        depths = np.full(len(running), state.layers)
+        rows = Rows(state.ids[running], running, state.pages, depths, wanted, x=x, first=first)
+        logits = self._ragged_pass.run(rows, watch).logits
+        if len(wanted):
+            state.filled, state.logits, state.tail_ran = len(state.tokens) - 1, logits, True
+            state.spent += state.costs.tail * (1.0 - first / state.layers)
+            state.report.token_layers += int(state.costs.tail) * (state.layers - first)
+
+    def _ends_with_tail(self, state: PrefillState, first: int) -> bool:
+        """Whether the tail can run from layer `first` on, no rounds are compared by it and no drafter reads it."""
+        kept = 0 if state.x is None else state.x.shape[0]
+        there = not first or state.first + kept == len(state.tokens)
+        return there and state.tail_logits is None and self._runner.features is None
 
     def warm_up(self, base: int) -> None:
         """Let a device record passes and checks, which the first prompts would wait for; `base` as prompts will have

@@ -139,9 +139,9 @@ def test_a_failing_span_deepens_its_own_region(ctx: DraftContext):
     assert apart(answer(ctx, after), true) < 0.5 * apart(answer(ctx, before), true)
     assert len(after.report.scores["kl"]) == 2
     assert before.report.cost < after.report.cost <= 1.0
-    # four check spans, then one and one again; the tail chooses and is asked three times, the last of which
-    # the answer starts from; each row that ran is counted
-    rows = int((after.depths == after.layers).sum()) + 2 * POLICY.span + 4 * POLICY.tail
+    # four check spans, then one and one again; the tail chooses, runs with the first round and is asked three times,
+    # the last of which the answer starts from; each row that ran is counted
+    rows = int((after.depths == after.layers).sum()) + 2 * POLICY.span + 5 * POLICY.tail
     assert after.report.token_layers == after.layers * rows + END
     work = 0.05 * len(IDS) + rows + check_work(ctx, 6)
     assert after.report.cost * len(IDS) == pytest.approx(work)
@@ -184,7 +184,7 @@ def test_a_piece_is_no_larger_than_asked_for(ctx: DraftContext):
     while not state.finished:
         pieces.append(prefiller.advance(state, 20))
     assert max(pieces) <= 20 + 10  # what the checks cost may come on top of the last rows
-    assert sum(pieces) >= state.report.cost * len(IDS) - POLICY.tail >= sum(pieces) - len(pieces)
+    assert sum(pieces) >= state.report.cost * len(IDS) >= sum(pieces) - len(pieces)
 
 
 # -- costs and the report ----------------------------------------------------------------------------------------------

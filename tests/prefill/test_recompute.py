@@ -149,6 +149,22 @@ def test_the_tail_runs_with_the_last_rows(ctx: DraftContext, recomputed: list[tu
     check_tail(ctx, state)
 
 
+@pytest.mark.parametrize("read", [False, True])
+def test_the_tail_runs_with_the_last_rows_step_by_step_unless_drafters_read_it(
+    read: bool, ctx: DraftContext, monkeypatch: pytest.MonkeyPatch
+):
+    """Its work is counted once, whoever runs it."""
+    prefiller = make_prefiller(ctx, Fake(ctx, (30, 60), 0.1), share=0.3)
+    plain = drive(prefiller, start(prefiller, ctx, BY_SOURCE))
+    assert plain.filled == LAST and plain.tail_ran
+    check_tail(ctx, plain)
+    if read:
+        monkeypatch.setattr(ctx.runner, "features", object())
+    state = drive(prefiller, start(prefiller, ctx, BY_SOURCE))
+    assert state.stage is PrefillStage.DONE and state.filled == (END if read else LAST)
+    assert (state.report.cost, state.report.token_layers) == (plain.report.cost, plain.report.token_layers)
+
+
 def check_tail(ctx: DraftContext, state: PrefillState) -> None:
     """What is known of it, and what its last token gives, is what running it over the K/V as it is now gives."""
     known, mine, tail = state.logits, last_logits(ctx, state), state.tokens[state.end :]

@@ -32,9 +32,13 @@ class KVSource(ABC):
 
     @abstractmethod
     def read(self, state: PrefillState, count: int) -> None:
-        """Read entries state.read .. state.read + count (the tail included), and write K/V for those of them before
+        """Read entries state.read .. state.read + count (up to `end`), and write K/V for those of them before
         state.end that are not known yet; advances state.read, and sets state.x where it runs the
         target's layers below `base`."""
+
+    def end(self, state: PrefillState) -> int:
+        """Entries before it are read; a source that leaves the tail to the target may stop where it begins."""
+        return len(state.tokens)
 
     @abstractmethod
     def cost(self, tokens: int) -> float:

@@ -51,7 +51,7 @@ class DraftSource(KVSource):
         self.base = profile.maps.base
         self._cost = profile.source_cost + self._writer.cost
         self._taps, self._top = profile.maps.taps, max(max(profile.maps.taps), 1)
-        decoder = ctx.draft.decoder
+        decoder, self._on_cpu = ctx.draft.decoder, ctx.draft.decoder.device.type == "cpu"
         self._layers = decoder.config.num_layers
         # a float8 copy for reading alone: drafters of answers, and reading to the last layer, use the decoder itself
         partly = self._top < self._layers
@@ -71,6 +71,10 @@ class DraftSource(KVSource):
     def cost(self, tokens: int) -> float:
         return self._cost * tokens
 
+    def end(self, state: PrefillState) -> int:
+        """On a CPU where the tail begins, if its own attention chooses no tokens: a drafter of the answer reads on."""
+        return state.end if self._on_cpu and state.report.chooser != "draft" else len(state.tokens)
+
     def open(self, state: PrefillState) -> None:
         """Starts at what the draft has not read yet, or earlier: its K/V is kept, its hidden states are not."""
         need = max(state.first, state.known)
@@ -79,7 +83,7 @@ class DraftSource(KVSource):
         state.tail_attention = tail_attention_for(state, "draft", self._runner)
 
     def read(self, state: PrefillState, count: int) -> None:
-        piece = ReadChunk(state, count, state.source_state.need, self._taps)
+        piece = ReadChunk(state, min(count, self.end(state) - state.read), state.source_state.need, self._taps)
         if piece.lo < piece.hi:
             with self._runner.host_threads():
                 self._run(state, piece.lo, piece.hi, piece.watch)
@@ -98,7 +102,14 @@ class DraftSource(KVSource):
         sent = state.sent(self._runner.decoder.device)[lo:hi]
         rows = Rows(state.ids[lo:hi], np.arange(lo, hi), state.pages, np.full(hi - lo, self._top), sent=sent)
         long = len(state.tokens) > self.window > 0  # of all its parts: what is read first must not see more
-        kept = (self._narrow_pass if long else self._ragged_pass).run(rows, watch, keep=self._top).x
+        reading = self._narrow_pass if long else self._ragged_pass
+        if self._on_cpu and state.tail_attention is None:  # nothing is to be seen inside of layers
+            out = reading.run(rows, keep=self._top, taps=self._taps)
+            for layer, x in out.taps.items():
+                watch(layer, x, None, None)
+        else:
+            out = reading.run(rows, watch, keep=self._top)
+        kept = out.x
         assert kept is not None
         watch(self._top, kept, None, None)
         state.source_state.kept.append(kept)

@@ -97,7 +97,7 @@ def make_state(first: int = 0, known: int = 0, layers: int = 4, chooser: str = "
 
 def read_all(source: KVSource, state: PrefillState, chunk: int) -> None:
     source.open(state)
-    while state.read < len(state.tokens):
+    while state.read < source.end(state):
         source.read(state, chunk)
 
 

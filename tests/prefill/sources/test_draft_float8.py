@@ -78,7 +78,7 @@ def test_only_long_pieces_of_the_sources_own_reading(
     assert not float8.calls
     assert ctx.draft_runner is not None
     fine = stored(ctx.draft_runner)
-    read_all(source, make_state(), 40)
+    read_all(source, make_state(chooser="draft"), 40)
     assert float8.calls == [40] * 3 + [21] * 3
     assert not torch.equal(stored(ctx.draft_runner)[1][0], fine[1][0])
     float8.calls.clear()
