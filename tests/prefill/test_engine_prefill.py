@@ -135,7 +135,7 @@ def test_further_answers_start_from_the_first_ones_draft(
     source.read = counted  # type: ignore[method-assign]
     answer = Answer(engine, text, replace(params, n=3))
     finish(engine)
-    assert read == (200 if kind == "self" else 184)  # a draft leaves the tail to who drafts the answer
+    assert read == (200 if kind == "self" else 184)  # a draft leaves the tail to drafters of the answer
     assert [answer.tokens(i) for i in range(3)] == alone
     first, *others = (event.usage.prefill for event in sorted(answer.events, key=lambda e: e.index) if event.usage)
     assert first is not None

@@ -153,7 +153,7 @@ def test_the_tail_runs_with_the_last_rows(ctx: DraftContext, recomputed: list[tu
 def test_the_tail_runs_with_the_last_rows_step_by_step_unless_drafters_read_it(
     read: bool, ctx: DraftContext, monkeypatch: pytest.MonkeyPatch
 ):
-    """Its work is counted once, whoever runs it."""
+    """Its work is counted once in either case."""
     prefiller = make_prefiller(ctx, Fake(ctx, (30, 60), 0.1), share=0.3)
     plain = drive(prefiller, start(prefiller, ctx, BY_SOURCE))
     assert plain.filled == LAST and plain.tail_ran

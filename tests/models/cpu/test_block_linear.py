@@ -144,9 +144,8 @@ def test_joined_parts_are_normed_each_by_itself(widths: tuple[int, ...], rows: i
     linear = BlockLinear([("Q8_0", stored("Q8_0")[0])], torch.randn(ROWS))
     parts = [(1.0 + 50 * i) * torch.randn(rows, width) for i, width in enumerate(widths)]
     ours, theirs = linear.joined(parts, 1e-6), Linear.joined(linear, parts, 1e-6)
-    assert (
-        float((ours - theirs).norm() / theirs.norm()) < 1e-3
-    )  # a value between two steps of eight bits may go either way
+    # what lies between two steps of eight bits may go either way
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-3
     assert torch.equal(linear.joined([part[:1] for part in parts], 1e-6), ours[:1])
 
 
