@@ -29,6 +29,7 @@ class VerifyInput:
     context: Context
     draft: Draft
     verifier: Verifier
+    margins: bool = False  # whether it is asked how sure each token is
 
 
 @dataclass
@@ -38,6 +39,7 @@ class StepOutput:
     verdict: Verdict
     tokens: list[int]
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)  # of argmaxes, if asked for: each logit above the next best one
     error: ForerunError | None = None  # there is no next token: a grammar at a dead end, or parameters that raised
 
 
@@ -128,7 +130,7 @@ def _verify(output: Output, inputs: list[VerifyInput]) -> list[StepOutput]:
     greedy: list[int] | None = None
     if any(each.context.plain for each in inputs):
         greedy = (likeliest(output.logits) if output.greedy is None else output.greedy).tolist()
-    if not any(len(each.draft) or each.context.params.logprobs is not None for each in inputs):
+    if not any(len(each.draft) or each.context.params.logprobs is not None or each.margins for each in inputs):
         return [StepOutput(Verdict([], token), [token]) for token in _next_tokens(output.logits, inputs, greedy)]
     targets = []
     for each, rows in zip(inputs, _row_slices(inputs), strict=True):
@@ -139,7 +141,7 @@ def _verify(output: Output, inputs: list[VerifyInput]) -> list[StepOutput]:
         if i not in verdicts:
             rng = SeededRng(each.context.seed, len(each.context.tokens))
             verdicts[i] = each.verifier.verify(each.draft, targets[i], rng)
-    return [_step_output(targets[i], verdicts[i]) for i in range(len(inputs))]
+    return [_step_output(targets[i], verdicts[i], each.margins) for i, each in enumerate(inputs)]
 
 
 def _next_tokens(logits: Tensor, inputs: list[VerifyInput], greedy: list[int] | None) -> list[int]:
@@ -175,11 +177,14 @@ def _match_all(rows: list[int], inputs: list[VerifyInput], targets: list[Target]
     return verdicts
 
 
-def _step_output(target: Target, verdict: Verdict) -> StepOutput:
+def _step_output(target: Target, verdict: Verdict, margins: bool) -> StepOutput:
     tokens = [*(target.draft.tokens[node] for node in verdict.path), verdict.next_token]
-    params = target.context.params
-    if params.logprobs is None:
-        return StepOutput(verdict, tokens)
-    rows = [ROOT, *verdict.path]
-    found = [logprob(target.logits[row + 1], token, params) for row, token in zip(rows, tokens, strict=True)]
-    return StepOutput(verdict, tokens, [entry for entry in found if entry is not None])
+    params, rows = target.context.params, [ROOT, *verdict.path]
+    output = StepOutput(verdict, tokens)
+    if margins and target.context.plain:
+        best = target.logits[[row + 1 for row in rows]].topk(2).values
+        output.margins = (best[:, 0] - best[:, 1]).tolist()
+    if params.logprobs is not None:
+        found = [logprob(target.logits[row + 1], token, params) for row, token in zip(rows, tokens, strict=True)]
+        output.logprobs = [entry for entry in found if entry is not None]
+    return output

@@ -25,14 +25,14 @@ from forerun.decode.device_drafting import DeviceDrafting
 from forerun.decode.draft_context import DraftContext, DraftModel
 from forerun.decode.drafter_pool import DraftTask
 from forerun.decode.speculator import Speculator
-from forerun.decode.verify import StepOutput, VerifyInput, verify
+from forerun.decode.verify import StepOutput, verify
 from forerun.engine.config import EngineConfig
 from forerun.engine.draft_ahead import DraftAhead
 from forerun.engine.intake import Intake
 from forerun.engine.leases import PageLeases
 from forerun.engine.output import OutputWriter
 from forerun.engine.pace import StepPacer, StepWork
-from forerun.engine.provisional import draft_provisional, emit_provisional
+from forerun.engine.provisional import draft_provisional, emit_provisional, hold_doubted
 from forerun.engine.run_ahead import RunAhead, StepInFlight, decodes_plainly
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Event, FinishReason, Phase, Request, ScheduledSequence, Sequence
@@ -139,7 +139,7 @@ class Engine:
             return self._finish_step(in_flight)
         output = self._run(batch)  # logits of every sequence that samples: of its last token, then of its draft
         sampling = [s for s in batch if s.samples]
-        outputs = iter(verify(output, [VerifyInput(s.seq.sampling_context, s.draft, s.verifier) for s in sampling]))
+        outputs = iter(hold_doubted(sampling, verify(output, [s.verify_input for s in sampling])))
         for scheduled in batch:
             self._advance(scheduled, next(outputs) if scheduled.samples else None)
         if self.scheduler.work.paced:

@@ -7,12 +7,15 @@ or in those that come next. They stand only as far as they are what the final se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from forerun.core import Draft
+from forerun.core import Draft, Verdict
+from forerun.decode.verify import StepOutput
 from forerun.engine.sequence import Event, ScheduledSequence, Sequence
+from forerun.errors import ForerunError
 
 if TYPE_CHECKING:
     from forerun.engine.scheduler import Scheduler
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 
 MAX_PROVISIONAL_TOKENS = 64  # of an answer whose source has shown nothing yet: more are likely to be retracted
 NAME = "provisional"  # the drafter of these tokens, in usage
+ODDS_PER_DEVIATION = 1.0
+MIN_STANDING = 0.5
 
 
 @dataclass(eq=False)
@@ -31,6 +36,8 @@ class ProvisionalAnswer:
     verified: bool = False  # none is open: all of them stand, or the others were retracted
     seq: Sequence | None = None  # that emits them; None once it has ended
     max_tokens: int = MAX_PROVISIONAL_TOKENS  # that are shown
+    kl: float | None = None  # of its tokens' distributions to exact prefill's, as it is expected; None: not known
+    standing: float = 1.0  # how likely all that were shown stand, by how sure each of them was
 
     @property
     def awaited(self) -> bool:
@@ -41,6 +48,19 @@ class ProvisionalAnswer:
     def open(self) -> list[int]:
         """Tokens that are neither confirmed nor retracted."""
         return [] if self.verified else self.tokens[self.confirmed :]
+
+    def sure(self, margins: list[float]) -> int:
+        """How many of the next tokens are likely enough to stand with all before them; each margin says by how much a
+        token's logit is above the next best one. The others are held back, and so is what would follow."""
+        if not self.kl:
+            return len(margins)
+        for number, margin in enumerate(margins):
+            odds = ODDS_PER_DEVIATION * margin / math.sqrt(self.kl)
+            self.standing /= 1.0 + math.exp(-odds)
+            if self.standing < MIN_STANDING:
+                self.max_tokens = len(self.tokens) + number
+                return number
+        return len(margins)
 
     def draft(self, room: int) -> Draft:
         tokens = self.open[: max(0, room)]
@@ -55,6 +75,24 @@ class ProvisionalAnswer:
         self.confirmed += stand
         self.verified = last or stand < len(answer) or stand == len(left)
         return stand, len(left) - stand if self.verified else 0
+
+
+def hold_doubted(sampling: list[ScheduledSequence], outputs: list[StepOutput]) -> list[StepOutput]:
+    """The outputs of a step without provisional tokens that are unlikely to stand. A sequence that shows nothing more
+    ends, as by an error, of which its reader learns nothing."""
+    for number, (scheduled, output) in enumerate(zip(sampling, outputs, strict=True)):
+        final = scheduled.seq.final
+        if final is None or final.provisional is None or not output.margins:
+            continue
+        count = final.provisional.sure(output.margins)
+        if count == len(output.margins):
+            continue
+        tokens, verdict = output.tokens[:count], Verdict(output.verdict.path[: max(0, count - 1)], output.tokens[0])
+        if not count:
+            outputs[number] = StepOutput(verdict, [], error=ForerunError("no more tokens are sure enough", "wait"))
+        else:
+            outputs[number] = StepOutput(verdict, tokens, output.logprobs[:count])
+    return outputs
 
 
 def emit_provisional(seq: Sequence, event: Event, scheduler: Scheduler, ends: bool) -> None:

@@ -20,6 +20,7 @@ from forerun.core import ConditionalReport, Draft, SamplingParams, TokenLogprob,
 from forerun.decode.drafter_pool import SpeculationState
 from forerun.decode.sampling import Context
 from forerun.decode.verifiers.base import MatchVerifier, Verifier
+from forerun.decode.verify import VerifyInput
 from forerun.engine.stats import CACHES
 from forerun.models.execution.runner import Span
 
@@ -263,6 +264,11 @@ class ScheduledSequence:
     def verifier(self) -> Verifier:
         """Provisional tokens stand as far as they are the answer's own, whatever rule was asked for."""
         return MatchVerifier() if self.verifies_provisional else self.seq.verifier
+
+    @property
+    def verify_input(self) -> VerifyInput:
+        provisional = self.seq.final is not None
+        return VerifyInput(self.seq.sampling_context, self.draft, self.verifier, margins=provisional)
 
     @property
     def span(self) -> Span:

@@ -153,6 +153,7 @@ class SpeculativePrefill:
                 seq.computed = state.filled
                 if seq.final is not None and (answer := seq.final.provisional) is not None:
                     answer.max_tokens = self.prefiller.max_shown(state.report, answer.max_tokens)
+                    answer.kl = self.prefiller.expected_kl(state.report)
             elif seq.final is not None:
                 self.scheduler.end_provisional(seq)  # the final sequence computes it anyway
                 return spent

@@ -53,8 +53,6 @@ from forerun.prefill.state import PrefillStage, PrefillState
 MAX_DRIFT = 2.0
 TIMED_TOKENS = 2048  # of exact prefill, timed on a GPU when a model is opened
 SLICE_GROWTH = 4  # each further round of a prompt whose damage is predicted takes so many times the tokens of the last
-
-
 # of a signal's threshold, which 98% of calibration's prompts keep: no text like theirs comes so far, and zeroed or
 # misplaced K/V goes beyond it. At least half of a prompt's check spans must, since more recomputing hardly helps one
 BROKEN_FACTOR, BROKEN_SHARE = 1.5, 0.5
@@ -144,17 +142,19 @@ class Prefiller:
 
     def agreement(self, source: str) -> float:
         """Top-1 agreement with exact prefill at the default share, by the profile's curve; 1 where it has none."""
-        profile = self.profile_of(source)
-        return min((point.top1 for point in profile.curve if point.share >= profile.share), default=1.0)
+        return self.profile_of(source).agreement
 
     def max_shown(self, report: PrefillReport, limit: int) -> int:
         """Tokens to show of an answer over this prompt, `limit` over a usual one: fewer where the gate predicts more
         damage than the default share has in the mean. Agreement is lost in proportion to KL, so fewer words stand."""
-        profile = self.profile_of(report.source)
-        usual = next((point.kl for point in profile.curve if point.share >= profile.share), None)
+        usual = self.profile_of(report.source).usual_kl
         if report.kl_bound is None or not report.predicted_kl or usual is None:
             return limit
         return max(MIN_SHOWN, min(limit, round(limit * usual / report.predicted_kl)))
+
+    def expected_kl(self, report: PrefillReport) -> float | None:
+        """Of the answer to exact prefill's, as it was predicted, or usual at the default share; None: not known."""
+        return report.predicted_kl or self.profile_of(report.source).usual_kl
 
     def key(self, settings: Prefill) -> str:
         """Drafted K/V is shared under it: the same maps, source, chooser and share."""

@@ -65,6 +65,16 @@ class Profile:
         """Whether drafts may be accepted by V at a few spans alone, before anything is ranked."""
         return self.damage is not None and self.damage.usual_change is not None
 
+    @property
+    def agreement(self) -> float:
+        """Top-1 agreement with exact prefill at the default share, by the curve; 1 where there is none."""
+        return min((point.top1 for point in self.curve if point.share >= self.share), default=1.0)
+
+    @property
+    def usual_kl(self) -> float | None:
+        """Mean KL to exact prefill at the default share, by the curve; None where there is none."""
+        return next((point.kl for point in self.curve if point.share >= self.share), None)
+
     @cached_property
     def key(self) -> str:
         """Drafted K/V is shared only under the same key; made once, as it reads all of the maps."""

@@ -92,6 +92,20 @@ def test_logprobs_come_for_every_token():
         assert abs(entry.logprob - float(torch.log_softmax(row, -1)[entry.token_id])) < 1e-6
 
 
+def test_margins_come_for_every_argmax():
+    """Of a drafted chain, of plain decoding beside it, and none where logits are changed or a token is drawn."""
+    contexts = [Context(kind, [3, i, 5], 2, seed=i) for i, kind in enumerate([KINDS[0], KINDS[0], *KINDS[1:]])]
+    drafts = [Draft.chain(plain(contexts[0], 3), [0.9] * 3, "x"), *[Draft()] * 4]
+    inputs = [VerifyInput(c, d, MatchVerifier(), margins=True) for c, d in zip(contexts, drafts, strict=True)]
+    steps = verify(output(contexts, drafts), inputs)
+    assert [len(step.margins) for step in steps] == [4, 1, 0, 0, 0]
+    for context, step in zip(contexts, steps[:2], strict=False):
+        for i, margin in enumerate(step.margins):
+            best = logits_after((*context.tokens, *step.tokens[:i])).sort(descending=True).values
+            assert margin == pytest.approx(float(best[0] - best[1]), abs=1e-6)
+    assert not verify(output(contexts[:1], [Draft()]), [replace(inputs[1], margins=False)])[0].margins
+
+
 def test_an_exception_in_one_sequence_ends_that_sequence_only():
     """`True` is no token id: as an index it selects by mask, and torch raises an IndexError."""
     bad = SamplingParams(logit_bias={1: 1.0})

@@ -24,6 +24,7 @@ class FakePrefiller:
 
     text_index = None
     name = "fake"
+    kl: float | None = None  # that is expected of its drafts
 
     def __init__(
         self,
@@ -41,6 +42,9 @@ class FakePrefiller:
 
     def max_shown(self, report: PrefillReport, limit: int) -> int:
         return limit
+
+    def expected_kl(self, report: PrefillReport) -> float | None:
+        return self.kl
 
     def problem(self, settings: Prefill, num_tokens: int) -> ForerunError | None:
         if settings.source == "impossible":

@@ -15,7 +15,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.provisional import MAX_PROVISIONAL_TOKENS, ProvisionalAnswer
 from forerun.engine.sequence import Event
 from tests.engine.common import Answer, finish, make_engine, run
-from tests.engine.fake_prefiller import fake
+from tests.engine.fake_prefiller import FakePrefiller, fake
 from tests.engine.test_speculative_prefill import DRAFTED, EXACT, assert_clean, prompt
 
 PROVISIONAL = replace(EXACT, prefill="provisional")
@@ -244,6 +244,37 @@ def test_a_provisional_sequence_that_cannot_be_is_no_loss(
     assert answer.tokens() == truth(prompt(41, LONG), EXACT)
     assert "impossible" in answer.last.usage.prefill.fell_back  # type: ignore[union-attr]
     assert_clean(engine)
+
+
+def test_tokens_are_shown_as_long_as_they_are_likely_to_stand():
+    answer = ProvisionalAnswer(tokens=[1, 2])
+    assert answer.sure([0.0, 0.0]) == 2  # nothing is known of how far its tokens are from the exact ones
+    answer.kl = 0.01
+    assert answer.sure([9.0, 8.0, 9.0]) == 3 and answer.max_tokens == MAX_PROVISIONAL_TOKENS
+    assert answer.sure([7.0, 0.001, 9.0]) == 1 and answer.max_tokens == 3  # one that might as well be another one
+    sure, unsure = (ProvisionalAnswer(kl=kl) for kl in (0.001, 0.5))
+    margins = [0.4] * 10
+    assert sure.sure(margins) > unsure.sure(margins)  # the same tokens over worse K/V
+
+
+@pytest.mark.parametrize("speculation", ["off", "lookup+suffix"])
+def test_doubted_tokens_are_held_back(
+    speculation: str, make: Callable[..., Engine], truth: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    params, counts = replace(PROVISIONAL, speculation=Speculation(speculation)), []
+    for kl in (1e-9, 0.003, 1e9):
+        monkeypatch.setattr(FakePrefiller, "kl", kl)
+        engine, found = make(bad=0.0), 0
+        for seed in range(6):
+            answer = Answer(engine, prompt(50 + seed, LONG), params)
+            finish(engine)
+            assert tokens(final(answer)) == truth(prompt(50 + seed, LONG), params)
+            assert answer.last.usage is not None and answer.last.usage.provisional == len(shown(answer))
+            assert shown(answer) == tokens(final(answer))[: len(shown(answer))]
+            found += len(shown(answer))
+        counts.append(found)
+        assert_clean(engine)
+    assert counts[0] > counts[1] > counts[2] == 0
 
 
 def test_a_reader_that_fails_at_a_provisional_event_is_cut_off(make: Callable[..., Engine]):
