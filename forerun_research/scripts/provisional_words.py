@@ -98,7 +98,7 @@ def answers(llm: LLM, source: str, lengths: list[int], data: Path | None) -> Ite
             "tokens": len(new),
             "stand": next((i for i, (a, b) in pairs if a != b), least),
             "compared": least,
-            "margins": [round(entry.top[0][1] - entry.top[1][1], 4) for entry in drafted.logprobs],
+            "margins": [round(entry.top[0][1] - entry.top[1][1], 4) for entry in drafted.choices[0].logprobs],
             "kl": prefiller.expected_kl(report),
         }
 
@@ -110,7 +110,7 @@ def answer(llm: LLM, ids: list[int], prefill: Prefill) -> Any:
     return found
 
 
-def tested(words: list[Words]) -> list[tuple[float, float, bool]]:
+def seen_tokens(words: list[Words]) -> list[tuple[float, float, bool]]:
     """(margin, expected KL, whether it stands) of every token up to the first that does not."""
     found = []
     for own in words:
@@ -125,7 +125,7 @@ def chance(margin: float, kl: float, odds: float) -> float:
 
 def fit(words: list[Words]) -> float:
     """Log-odds that a token stands for a margin of one root of the expected KL, by likelihood."""
-    seen = tested(words)
+    seen = seen_tokens(words)
 
     def likelihood(odds: float) -> float:
         chances = [(chance(m, kl, odds), stands) for m, kl, stands in seen]
@@ -167,7 +167,7 @@ def tables(words: list[Words]) -> dict[str, Any]:
         "by_margin": [],
     }
     for low, high in zip(BOUNDS, BOUNDS[1:], strict=False):
-        own = [stands for margin, _, stands in tested(words) if low <= margin < high]
+        own = [stands for margin, _, stands in seen_tokens(words) if low <= margin < high]
         found["by_margin"].append([low, len(own), round(fmean(own), 4) if own else None])
     groups = halves | {"report, prose": [w for w in halves["report"] if w["kind"] in PROSE]}
     groups |= {"report, code": [w for w in halves["report"] if w["kind"] not in PROSE]}
