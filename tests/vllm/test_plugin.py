@@ -63,6 +63,16 @@ def test_exact_kv_injected_gives_plain_answers(vllm: VllmEngine) -> None:
     assert all(a.label is None for a in plain)
 
 
+def test_exact_kv_has_vllms_own_bits_in_bfloat16(folder: Path) -> None:
+    """Its layers round where vLLM's do: one prompt at a time, so that both compute the same batches."""
+    prompts = [[prompt(seed, 80 + 5 * seed)] for seed in range(24)]
+    with open_vllm(folder, {"dtype": "bfloat16"}, min_prompt_tokens=MIN_PROMPT_TOKENS, staging_tokens=4096) as vllm:
+        plain = [vllm.generate(ids, [None], 24, "plain")[0].tokens for ids in prompts]
+        injected = [vllm.generate(ids, [EXACT], 24)[0] for ids in prompts]
+    assert all(a.cached > 0 for a in injected)
+    assert [a.tokens for a in injected] == plain
+
+
 def test_drafted_prompts_are_those_of_our_own_engine(
     vllm: VllmEngine, folder: Path, profile_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
