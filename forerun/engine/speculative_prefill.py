@@ -20,7 +20,7 @@ from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree, unpack
 from forerun.cache.tiers import Tiers
 from forerun.core import PrefillReport
-from forerun.engine.provisional import ProvisionalAnswer
+from forerun.engine.provisional import MAX_PROVISIONAL_TOKENS, ProvisionalAnswer
 from forerun.engine.sequence import Phase, Sequence, common_prefix
 from forerun.errors import BadProfile, ForerunError
 from forerun.params import Prefill
@@ -152,8 +152,11 @@ class SpeculativePrefill:
             if state.stage is PrefillStage.DONE:
                 seq.computed = state.filled
                 if seq.final is not None and (answer := seq.final.provisional) is not None:
-                    answer.max_tokens = self.prefiller.max_shown(state.report, answer.max_tokens)
                     answer.kl = self.prefiller.expected_kl(state.report)
+                    if not (answer.kl and seq.sampling_context.plain):  # else doubts about each token decide
+                        answer.max_tokens = self.prefiller.max_shown(state.report, answer.max_tokens)
+                    else:
+                        answer.max_tokens = MAX_PROVISIONAL_TOKENS
             elif seq.final is not None:
                 self.scheduler.end_provisional(seq)  # the final sequence computes it anyway
                 return spent

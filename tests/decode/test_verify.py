@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from forerun.core import ROOT, Draft, SamplingParams, Speculation
