@@ -251,7 +251,7 @@ def test_tokens_are_shown_as_long_as_they_are_likely_to_stand():
     assert answer.sure([0.0, 0.0]) == 2  # nothing is known of how far its tokens are from the exact ones
     answer.kl = 0.01
     assert answer.sure([9.0, 8.0, 9.0]) == 3 and answer.max_tokens == MAX_PROVISIONAL_TOKENS
-    assert answer.sure([7.0, 0.001, 9.0]) == 1 and answer.max_tokens == 3  # one that might as well be another one
+    assert answer.sure([7.0, 0.0, 0.0, 9.0]) == 2 and answer.max_tokens == 4  # two that might as well be others
     sure, unsure = (ProvisionalAnswer(kl=kl) for kl in (0.001, 0.5))
     margins = [0.4] * 10
     assert sure.sure(margins) > unsure.sure(margins)  # the same tokens over worse K/V
@@ -274,7 +274,20 @@ def test_doubted_tokens_are_held_back(
             found += len(shown(answer))
         counts.append(found)
         assert_clean(engine)
-    assert counts[0] > counts[1] > counts[2] == 0
+    assert counts[0] > counts[1] > counts[2] == 6  # of each answer one token, whose chance is a half
+
+
+def test_an_answer_that_begins_with_doubt_shows_nothing(
+    make: Callable[..., Engine], truth: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(FakePrefiller, "kl", 1e9)
+    monkeypatch.setattr("forerun.engine.provisional.MIN_STANDING", 0.6)
+    engine = make(bad=0.0)
+    answer = Answer(engine, prompt(60, LONG), PROVISIONAL)
+    finish(engine)
+    assert not shown(answer) and tokens(final(answer)) == truth(prompt(60, LONG), EXACT)
+    assert answer.last.finish_reason == "length" and answer.last.retracted == 0
+    assert_clean(engine)
 
 
 def test_a_reader_that_fails_at_a_provisional_event_is_cut_off(make: Callable[..., Engine]):
