@@ -125,6 +125,8 @@ def serve(opened: opt.ModelOptions, server: ServerOptions) -> None:
 
 
 def _run_replicas(opened: opt.ModelOptions, server: ServerOptions, config: ServeConfig) -> None:
+    early = threading.Event()  # SIGUSR1 before there are replicas: unhandled, it would end the process
+    signal.signal(signal.SIGUSR1, lambda *_: early.set())
     from forerun.ray.cluster import load_ray
     from forerun.ray.service import replica_service
     from forerun.serve.listening import listen
@@ -132,8 +134,6 @@ def _run_replicas(opened: opt.ModelOptions, server: ServerOptions, config: Serve
 
     if (server.kv_events, server.kv_events_replay) != (None, None):
         raise BadRequest("--kv-events are of one engine, for routers outside", "leave them out, or --replicas")
-    early = threading.Event()  # SIGUSR1 before there are replicas: unhandled, it would end the process
-    signal.signal(signal.SIGUSR1, lambda *_: early.set())
     load_ray()
     scale = _scale(opened, server)
     llm = {name: _absolute(value) for name, value in opened.llm_options().items()}

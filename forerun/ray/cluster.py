@@ -10,7 +10,10 @@ import logging
 import math
 import os
 import re
+import signal
 import socket
+import sys
+import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
@@ -107,6 +110,9 @@ def cluster(address: str | None, cpus: float, gpus: float = 0.0) -> Iterator[Non
         if address == "auto" and isinstance(error, ConnectionError):  # what Ray raises where `auto` finds none
             hint = "start one with `ray start --head`, or leave --ray out"
         raise ForerunError(f"cannot {where}: {str(error).strip().splitlines()[0]}", hint) from error
+    if threading.current_thread() is threading.main_thread():  # else the caller's are as they were
+        # Until a server has its own: Ray's aborts, with a trace of its stack, and what it started is left for a while
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config=START_LOGS if address is None else QUIET_LOGS)

@@ -102,7 +102,7 @@ def refusal(config: Any) -> ForerunError | None:
     parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
     names = list(getattr(model.hf_config, "architectures", None) or [])
     refused = [
-        (parallel.pipeline_parallel_size > 1, f"pipeline parallelism ({parallel.pipeline_parallel_size})", "use 1"),
+        (parallel.pipeline_parallel_size > 1, f"pipeline parallelism ({parallel.pipeline_parallel_size})", "use its size 1"),
         (
             parallel.tensor_parallel_size > 1,
             f"tensor parallelism ({parallel.tensor_parallel_size})",

@@ -236,7 +236,7 @@ def test_tiers_and_drafts_that_cannot_be_had_are_errors_before_ray_is_started(
     monkeypatch.setattr(cluster, "import_module", lambda name: fake)
     asked = ["serve", "--model", str(tiny_folder("qwen3")), "--port", "0", "--replicas", "2", *options]
     found = CliRunner().invoke(app, asked)
-    assert isinstance(found.exception, BadRequest) and re.search(message, str(found.exception))
+    assert isinstance(found.exception, ForerunError) and re.search(message, str(found.exception))
 
 
 def test_a_signal_to_replace_replicas_that_comes_before_they_are_ready_is_kept(
@@ -296,6 +296,25 @@ def test_what_ray_logs_of_a_failed_start_is_hidden_and_later_warnings_are_not(mo
     with cluster.cluster("auto", 1):  # one that others use stays as it is
         pass
     assert levels == ["CRITICAL", "WARNING", "WARNING"]
+
+
+def test_a_signal_to_end_during_the_start_ends_what_was_started(monkeypatch: pytest.MonkeyPatch):
+    """Ray's own handler aborts the process, which then ends nothing."""
+    ended: list[str] = []
+    before = signal.getsignal(signal.SIGTERM)
+
+    def init(**_: object) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: ended.append("aborted"))
+
+    fake = SimpleNamespace(__version__="2.60.0", init=init, start=lambda **_: None)
+    fake.shutdown = lambda: ended.append("shutdown")
+    monkeypatch.setattr(cluster, "import_module", lambda name: fake)
+    try:
+        with pytest.raises(SystemExit), cluster.cluster(None, 1):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended == ["shutdown", "shutdown"]  # of Serve, then of Ray
 
 
 def test_a_cluster_that_is_too_small_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
