@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from forerun.vllm.drafting import DraftResults, PromptDrafter, PromptToDraft
-from forerun.vllm.settings import KEY, checked_settings, read_prefill
+from forerun.vllm.settings import KEY, checked_settings, read_prefill, too_short
 
 
 @dataclass
@@ -89,7 +89,7 @@ class ForerunConnector(KVConnectorBase_V1):
             return "only prompts of tokens can be drafted"
         if request.skip_reading_prefix_cache:
             return "log-probabilities of the prompt need exact prefill"
-        return ""
+        return too_short(request.num_prompt_tokens, self._settings.policy)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         asked = self._asked.get(request.request_id)

@@ -77,6 +77,11 @@ def read_prefill(given: Any) -> Prefill:
     return found if found.exact else replace(found, allow_exact=True)
 
 
+def too_short(tokens: int, policy: Policy) -> str:
+    """Why nothing of a prompt of so many tokens can be drafted, if so: it is all tail, which vLLM computes."""
+    return f"{tokens} tokens are too few: the last {policy.tail} are never drafted" if tokens <= policy.tail else ""
+
+
 def _only(given: dict[str, Any], known: list[str], where: str) -> None:
     if unknown := sorted(set(given) - set(known)):
         raise BadRequest(f"{where}: {', '.join(unknown)} is no option", f"use {', '.join(known)}")
@@ -102,7 +107,11 @@ def refusal(config: Any) -> ForerunError | None:
     parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
     names = list(getattr(model.hf_config, "architectures", None) or [])
     refused = [
-        (parallel.pipeline_parallel_size > 1, f"pipeline parallelism ({parallel.pipeline_parallel_size})", "use its size 1"),
+        (
+            parallel.pipeline_parallel_size > 1,
+            f"pipeline parallelism ({parallel.pipeline_parallel_size})",
+            "use its size 1",
+        ),
         (
             parallel.tensor_parallel_size > 1,
             f"tensor parallelism ({parallel.tensor_parallel_size})",

@@ -123,7 +123,7 @@ def test_approximate_kv_never_reaches_the_prefix_cache(vllm: VllmEngine) -> None
 
 def test_mixed_requests(vllm: VllmEngine) -> None:
     """50 at once, drafted, plain and short: none is lost, no plain answer changes."""
-    prompts = [prompt(300 + seed, 80 + 18 * seed) for seed in range(50)]
+    prompts = [prompt(300 + seed, 30 + 19 * seed) for seed in range(50)]
     options = [DRAFTED if seed % 2 else None for seed in range(50)]
     alone = [vllm.generate([ids], [None], salt="alone")[0].tokens for ids in prompts]
     answers = vllm.generate(prompts, options)

@@ -11,7 +11,7 @@ import pytest
 
 from forerun import vllm as plugin
 from forerun.errors import BadRequest, OutOfPages, UnsupportedModel
-from forerun.vllm.settings import CONNECTOR_MODULE, PluginSettings, read_prefill, refusal, staging_pages
+from forerun.vllm.settings import CONNECTOR_MODULE, PluginSettings, read_prefill, refusal, staging_pages, too_short
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +117,12 @@ def test_staged_tokens_are_as_many_as_memory_holds() -> None:
     assert "at most 112000000" in found.value.hint
     with pytest.raises(OutOfPages, match=r"staging_tokens is 8192, twice the longest prompt \(4096\)"):
         staging_pages(0, 4096, 16, 1000, 7000)
+
+
+def test_a_prompt_that_is_all_tail_has_its_reason() -> None:
+    policy = PluginSettings().policy
+    assert f"{policy.tail} tokens are too few" in too_short(policy.tail, policy)
+    assert not too_short(policy.tail + 1, policy)
 
 
 def test_options_of_a_request() -> None:
