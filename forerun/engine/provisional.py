@@ -26,8 +26,8 @@ NAME = "provisional"  # the drafter of these tokens, in usage
 # Log-odds that a token stands, for each root of the expected KL by which its logit is above the next best one: fitted
 # to 25 answers over copied K/V, 0.9 by 25 of other texts. Of 874 tokens with a margin of 0.5 and more none fell
 ODDS_PER_DEVIATION = 1.0
-# Least chance that all tokens so far stand, below which no more are shown: by the same 25 answers 433 of 523 shown tokens
-# stand, 499 of 980 without it; of the other 25 532 of 624 and 561 of 978 (docs/results.md)
+# Least chance that all tokens so far stand, below which no more are shown: by the same 25 answers 433 of 523 shown
+# tokens stand, 499 of 980 without it; of the other 25 532 of 624 and 561 of 978 (docs/results.md)
 MIN_STANDING = 0.4
 
 
