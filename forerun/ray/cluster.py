@@ -81,6 +81,7 @@ def load_ray() -> tuple[Any, Any]:
 def cluster(address: str | None, cpus: float, gpus: float = 0.0) -> Iterator[None]:
     """The cluster at an address, or one of our own with so many CPUs and GPUs, which ends with the block."""
     ray, serve = load_ray()
+    own_signals, before = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGTERM)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault(
@@ -110,7 +111,7 @@ def cluster(address: str | None, cpus: float, gpus: float = 0.0) -> Iterator[Non
         if address == "auto" and isinstance(error, ConnectionError):  # what Ray raises where `auto` finds none
             hint = "start one with `ray start --head`, or leave --ray out"
         raise ForerunError(f"cannot {where}: {str(error).strip().splitlines()[0]}", hint) from error
-    if threading.current_thread() is threading.main_thread():  # else the caller's are as they were
+    if own_signals:  # only the main thread can have them
         # Until a server has its own: Ray's aborts, with a trace of its stack, and what it started is left for a while
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
@@ -125,6 +126,8 @@ def cluster(address: str | None, cpus: float, gpus: float = 0.0) -> Iterator[Non
             if address is None:
                 serve.shutdown()
         ray.shutdown()
+        if own_signals:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def show_warnings() -> None:

@@ -312,6 +312,7 @@ def test_a_signal_to_end_during_the_start_ends_what_was_started(monkeypatch: pyt
     try:
         with pytest.raises(SystemExit), cluster.cluster(None, 1):
             signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == before
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ended == ["shutdown", "shutdown"]  # of Serve, then of Ray
