@@ -171,8 +171,8 @@ def tables(words: list[Words]) -> dict[str, Any]:
         found["by_margin"].append([low, len(own), round(fmean(own), 4) if own else None])
     groups = halves | {"report, prose": [w for w in halves["report"] if w["kind"] in PROSE]}
     groups |= {"report, code": [w for w in halves["report"] if w["kind"] not in PROSE]}
-    for name, own in groups.items():
-        found[name] = [shown(own, odds, least / 10) for least in range(10)] if own else []
+    for name, members in groups.items():
+        found[name] = [shown(members, odds, least / 10) for least in range(10)] if members else []
     return found
 
 
