@@ -138,13 +138,13 @@ class Engine:
         if in_flight is not None:
             return self._finish_step(in_flight)
         output = self._run(batch)  # logits of every sequence that samples: of its last token, then of its draft
-        sampling = [s for s in batch if s.samples]
-        outputs = iter(hold_doubted(sampling, verify(output, [s.verify_input for s in sampling])))
+        outputs = verify(output, [s.verify_input for s in batch if s.samples])
+        given = iter(hold_doubted(batch, outputs) if any(each.margins for each in outputs) else outputs)
         for scheduled in batch:
-            self._advance(scheduled, next(outputs) if scheduled.samples else None)
+            self._advance(scheduled, next(given) if scheduled.samples else None)
         if self.scheduler.work.paced:
-            nodes = sum(len(s.draft) for s in batch)
-            self.scheduler.pacer.observe(self.scheduler.work, nodes, time.perf_counter() - start)
+            taken_s, nodes = time.perf_counter() - start, sum(len(s.draft) for s in batch)
+            self.scheduler.pacer.observe(self.scheduler.work, nodes, taken_s)
         return True
 
     def _finish_step(self, step: StepInFlight) -> bool:

@@ -81,10 +81,10 @@ class ProvisionalAnswer:
         return stand, len(left) - stand if self.verified else 0
 
 
-def hold_doubted(sampling: list[ScheduledSequence], outputs: list[StepOutput]) -> list[StepOutput]:
+def hold_doubted(batch: list[ScheduledSequence], outputs: list[StepOutput]) -> list[StepOutput]:
     """The outputs of a step without provisional tokens that are unlikely to stand. A sequence that shows nothing more
     ends, as by an error, of which its reader learns nothing."""
-    for number, (scheduled, output) in enumerate(zip(sampling, outputs, strict=True)):
+    for number, (scheduled, output) in enumerate(zip((s for s in batch if s.samples), outputs, strict=True)):
         final = scheduled.seq.final
         if final is None or final.provisional is None or not output.margins:
             continue

@@ -228,7 +228,7 @@ class Prefiller:
 
     def _reading_cost(self, state: PrefillState) -> float:
         """Work until all is read and scored."""
-        chooser, tokens = state.report.chooser, state.source.end(state)
+        chooser, tokens = state.report.chooser, state.read_end
         scoring = state.costs.tail if chooser == "tail" else 0.0
         if chooser == "cross" and self._cross is not None:
             scoring = self._cross.cost(len(state.tokens))
@@ -243,7 +243,7 @@ class Prefiller:
         before = state.spent
         while not state.finished and (state.spent == before or state.spent - before <= budget / 2):
             left = max(1, int(budget - (state.spent - before)))
-            if state.read < state.source.end(state):
+            if state.read < state.read_end:
                 self._read(state, left)
             elif len(state.todo):
                 self._recompute(state, left)
@@ -261,7 +261,7 @@ class Prefiller:
         return max(1, math.ceil(state.spent - before))
 
     def _read(self, state: PrefillState, budget: int) -> None:
-        start, missing = time.perf_counter(), state.source.end(state) - state.read
+        start, missing = time.perf_counter(), state.read_end - state.read
         count = min(missing, max(1, int(budget / max(state.source.cost(missing) / missing, 1e-6))))
         if self._runner.decoder.device.type == "cpu":
             count = min(count, self.policy.chunk)

@@ -93,6 +93,11 @@ class PrefillState:
         """[len(tokens)] int64: the tokens."""
         return np.array(self.tokens, dtype=np.int64)
 
+    @property
+    def read_end(self) -> int:
+        """Entries before it are read by the source."""
+        return self.end if self.source.leaves_tail and self.report.chooser != "draft" else len(self.tokens)
+
     def sent(self, device: torch.device) -> Tensor:
         """`ids` on a device, sent once: a source and the target both read them there."""
         if self._sent is None or self._sent.device != device:

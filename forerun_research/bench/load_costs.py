@@ -117,21 +117,27 @@ def solved(probes: Probes) -> ReplicaCosts:
 
 
 def _with_intake(costs: ReplicaCosts, probes: Probes) -> ReplicaCosts:
-    """With the factor by which steps and intake slow each other, so that questions beside an answer take as long as
-    they took."""
-    traces = [_beside(own[0], own[probes.busy :: probes.busy]) for own in probes.beside]
-    measured_s = mean(_later_s(own[probes.busy :]) for own in probes.beside)
+    """With the factor by which steps and intake slow each other, so that questions hold up an answer as long as they
+    did. Their own first tokens tell less: a slower answer has the engine run longer pieces of prompts beside it."""
+    rounds = [(own[: probes.busy], own[probes.busy :]) for own in probes.beside]
+    traces = [_beside(streams[0], questions[:: probes.busy]) for streams, questions in rounds]
+    held_up = [_held_up_s(own, asked[i :: probes.busy]) for streams, asked in rounds for i, own in enumerate(streams)]
 
     def expected_s(factor: float) -> float:
         tried = {1: replace(costs, intake_factor=factor)}
-        return mean(_later_s(simulate(trace, SimulatedSetup(1, 1.0), tried)[2:]) for trace in traces)
+        found = [simulate(trace, SimulatedSetup(1, 1.0), tried) for trace in traces]
+        return mean(_held_up_s(stream, asked) for _, stream, *asked in found)
 
-    return replace(costs, intake_factor=next((own for own in INTAKE_FACTORS if expected_s(own) >= measured_s), 1.0))
+    found = (factor for factor in INTAKE_FACTORS if expected_s(factor) >= mean(held_up))
+    return replace(costs, intake_factor=next(found, INTAKE_FACTORS[-1]))
 
 
-def _later_s(questions: Sequence[ReplayedAnswer]) -> float:
-    """Seconds to a first token, without the first of the questions: the engine learns from it what pieces cost."""
-    return mean(question.first_s for question in questions[len(questions) // QUESTIONS :])
+def _held_up_s(stream: ReplayedAnswer, questions: Sequence[ReplayedAnswer]) -> float:
+    """By how much longer than others the steps of an answer took while questions had no first token."""
+    steps = list(zip(stream.token_times, stream.gaps_s, strict=False))
+    beside = [any(a < q.token_times[0] and a + gap > q.sent for q in questions) for a, gap in steps]
+    alone = [gap for (_, gap), other in zip(steps, beside, strict=True) if not other]
+    return sum(gap - median(alone) for (_, gap), other in zip(steps, beside, strict=True) if other)
 
 
 def _beside(stream: ReplayedAnswer, questions: Sequence[ReplayedAnswer]) -> list[TraceRequest]:

@@ -25,6 +25,7 @@ class KVSource(ABC):
     max_tokens: int | None = None  # longest prompt that it reads
     text_index: ChunkIndex | None = None  # of earlier prompts, where it reads those: it is given all exact K/V
     leaves_gaps: bool = False  # whether `missing` may have entries
+    leaves_tail: bool = False  # whether it reads the tail only where its own attention chooses tokens
     min_length_scale: float = 1.0  # of the policy's shortest prompt: less where reading costs next to nothing
 
     def open(self, state: PrefillState) -> None:  # noqa: B027 (optional)
@@ -32,13 +33,9 @@ class KVSource(ABC):
 
     @abstractmethod
     def read(self, state: PrefillState, count: int) -> None:
-        """Read entries state.read .. state.read + count (up to `end`), and write K/V for those of them before
-        state.end that are not known yet; advances state.read, and sets state.x where it runs the
-        target's layers below `base`."""
-
-    def end(self, state: PrefillState) -> int:
-        """Entries before it are read; a source that leaves the tail to the target may stop where it begins."""
-        return len(state.tokens)
+        """Read entries state.read .. state.read + count (up to state.read_end), and write K/V for those of them before
+        state.end that are not known yet; advances state.read, and sets state.x where it runs the target's layers
+        below `base`."""
 
     @abstractmethod
     def cost(self, tokens: int) -> float:

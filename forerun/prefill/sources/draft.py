@@ -52,6 +52,7 @@ class DraftSource(KVSource):
         self._cost = profile.source_cost + self._writer.cost
         self._taps, self._top = profile.maps.taps, max(max(profile.maps.taps), 1)
         decoder, self._on_cpu = ctx.draft.decoder, ctx.draft.decoder.device.type == "cpu"
+        self.leaves_tail = self._on_cpu  # a drafter of the answer reads on
         self._layers = decoder.config.num_layers
         # a float8 copy for reading alone: drafters of answers, and reading to the last layer, use the decoder itself
         partly = self._top < self._layers
@@ -71,10 +72,6 @@ class DraftSource(KVSource):
     def cost(self, tokens: int) -> float:
         return self._cost * tokens
 
-    def end(self, state: PrefillState) -> int:
-        """On a CPU where the tail begins, if its own attention chooses no tokens: a drafter of the answer reads on."""
-        return state.end if self._on_cpu and state.report.chooser != "draft" else len(state.tokens)
-
     def open(self, state: PrefillState) -> None:
         """Starts at what the draft has not read yet, or earlier: its K/V is kept, its hidden states are not."""
         need = max(state.first, state.known)
@@ -83,7 +80,7 @@ class DraftSource(KVSource):
         state.tail_attention = tail_attention_for(state, "draft", self._runner)
 
     def read(self, state: PrefillState, count: int) -> None:
-        piece = ReadChunk(state, min(count, self.end(state) - state.read), state.source_state.need, self._taps)
+        piece = ReadChunk(state, min(count, state.read_end - state.read), state.source_state.need, self._taps)
         if piece.lo < piece.hi:
             with self._runner.host_threads():
                 self._run(state, piece.lo, piece.hi, piece.watch)

@@ -96,8 +96,9 @@ def make_state(first: int = 0, known: int = 0, layers: int = 4, chooser: str = "
 
 
 def read_all(source: KVSource, state: PrefillState, chunk: int) -> None:
+    state.source = source
     source.open(state)
-    while state.read < source.end(state):
+    while state.read < state.read_end:
         source.read(state, chunk)
 
 

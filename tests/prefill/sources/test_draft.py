@@ -157,7 +157,7 @@ def test_a_drafter_goes_on_where_the_reading_stopped(
     source, state = source_of(ctx, tiny_folder("llama"), whole=False), make_state(chooser=chooser)
     read_all(source, state, 13)
     source.finish(state)
-    half, end = stored(runner), source.end(state)
+    half, end = stored(runner), state.read_end
     for mine, true in (pair for i in range(3) for pair in zip(half[i], exact[i], strict=True)):
         assert torch.allclose(mine[:end], true[:end], atol=1e-4) and (mine[end:] == EMPTY).all()
     assert (half[3][0] == EMPTY).all(), "the last layer was not needed"
@@ -216,6 +216,7 @@ def test_a_filled_plane_need_not_be_read_again(tiny_folder: Folder):
         cache.fill_(EMPTY)
     put_prefix(ctx, 32)
     state = make_state(32, chooser="draft")
+    state.source = source
     source.open(state)
     assert state.read == 32
     while state.read < len(IDS):
@@ -251,7 +252,7 @@ def slow_attention(folder: Path, layers: int | None = None) -> np.ndarray:
 def test_scores_are_the_tails_attention(tiny_folder: Folder, chunk: int):
     folder = tiny_folder("mistral")
     ctx, state = draft_context_of(folder), make_state(chooser="draft")
-    source = source_of(ctx, folder)
+    state.source = source = source_of(ctx, folder)
     source.open(state)
     assert source.scores(state) is None
     while state.read < len(IDS):

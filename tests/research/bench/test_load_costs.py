@@ -64,12 +64,10 @@ async def test_the_costs_of_simulated_replicas_are_found_again(busy: int, monkey
     assert 0.7 * KNOWN.request_s < found.request_s < 1.3 * known.request_s  # sent while no replica computes
 
 
-async def test_what_a_question_costs_beside_an_answer_is_found_again(monkeypatch: pytest.MonkeyPatch):
-    known = replace(KNOWN, intake_factor=1.8)
-    found = await SimulatedProbes(1, {1: known}).costs_found(monkeypatch)
-    assert 1.5 < found.intake_factor < 2.5  # by steps of the replica, in which a question waits
-    found = await SimulatedProbes(1, {1: KNOWN}).costs_found(monkeypatch)
-    assert found.intake_factor < 1.3
+@pytest.mark.parametrize("factor", [1.0, 1.8, 2.6])
+async def test_how_intake_slows_steps_is_found_again(factor: float, monkeypatch: pytest.MonkeyPatch):
+    found = await SimulatedProbes(1, {1: replace(KNOWN, intake_factor=factor)}).costs_found(monkeypatch)
+    assert found.intake_factor == pytest.approx(factor, abs=0.21)
 
 
 async def test_costs_that_are_nothing_are_found_as_nothing(monkeypatch: pytest.MonkeyPatch):
