@@ -176,8 +176,8 @@ def read_all(source: KVSource, state: PrefillState, chunk: int) -> None:
     """Let the source read the whole prompt; nothing is planned or repaired."""
     if state.stage is PrefillStage.EXACT:
         raise BadRequest(f"this prompt is never drafted: {state.report.fell_back}", "use longer prompts")
-    while state.read < source.end(state):
-        source.read(state, min(chunk, source.end(state) - state.read))
+    while state.read < state.read_end:
+        source.read(state, min(chunk, state.read_end - state.read))
 
 
 @contextmanager
