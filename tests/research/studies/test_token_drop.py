@@ -113,6 +113,7 @@ def test_the_draft_says_what_the_tail_looks_at(tiny_folder: Callable[[str], Path
     prompt = words(1, 200)
     state = PrefillState(0, prompt, array("i", ctx.pool.allocate(25)), 0, 184, Prefill("speculative"), 4)
     state.report.chooser = "draft"
+    state.source = source
     source.open(state)
     while state.read < 200:
         assert source.scores(state) is None
