@@ -44,6 +44,7 @@ class Policy:
     failing: float = 0.25  # share of a span's layers that may fail
     first_check_tokens: int = 384  # drafted, after which a first span is checked: whether to go on
     chunk: int = 256  # tokens that a source reads at once on a CPU, where more would leave its caches
+    runs_tail: bool = True  # with the last recomputed tokens, where that can be; not where another engine computes it
 
     def __post_init__(self) -> None:
         for name in ("first", "shortest", "spans", "gated_spans", "deepenings"):

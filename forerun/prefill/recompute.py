@@ -268,10 +268,12 @@ class Recomputer:
             state.report.token_layers += int(state.costs.tail) * (state.layers - first)
 
     def _ends_with_tail(self, state: PrefillState, first: int) -> bool:
-        """Whether the tail can run from layer `first` on, no rounds are compared by it and no drafter reads it."""
+        """Whether the tail can run from layer `first` on, no rounds are compared by it and no drafter or other engine
+        runs it itself."""
         kept = 0 if state.x is None else state.x.shape[0]
         there = not first or state.first + kept == len(state.tokens)
-        return there and state.tail_logits is None and self._runner.features is None
+        wanted = self._policy.runs_tail and self._runner.features is None
+        return there and wanted and state.tail_logits is None
 
     def warm_up(self, base: int) -> None:
         """Let a device record passes and checks, which the first prompts would wait for; `base` as prompts will have

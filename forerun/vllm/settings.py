@@ -50,7 +50,7 @@ class PluginSettings:
 
     @property
     def policy(self) -> Policy:
-        return Policy(shortest=self.min_prompt_tokens)
+        return Policy(shortest=self.min_prompt_tokens, runs_tail=False)
 
 
 def staging_pages(asked: int, context: int, page_size: int, page_bytes: int, free: int) -> int:
