@@ -101,7 +101,9 @@ def deployed(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPa
     (own / "keys").write_text("".join(f"{n} {hashlib.sha256(n.encode()).hexdigest()} 2\n" for n in ("ann", "bob")))
     args = {"model": str(folder), "prefill_profile": str(own / "profile"), "max_num_batched_tokens": 64} | TINY
     args |= {"replicas": 2, "cpus": 0.5, "max_num_seqs": 8, "model_name": NAME, "api_keys": str(own / "keys")}
-    context = ray.init(address="local", num_cpus=2, include_dashboard=True, logging_level="error", object_store_memory=100 << 20)
+    context = ray.init(
+        address="local", num_cpus=2, include_dashboard=True, logging_level="error", object_store_memory=100 << 20
+    )
     try:
         with socket.socket() as bound:
             bound.bind(("127.0.0.1", 0))
