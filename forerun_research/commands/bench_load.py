@@ -88,8 +88,6 @@ def load(
     from forerun_research.bench import common
     from forerun_research.bench import load as bench
 
-    if simulate is not None and url is not None:
-        raise BadRequest("--simulate computes with costs of this machine", "leave --url out")
     _refuse_unused(context, trace, rate, url, simulate)
     for name, value in (("--rate", rate), ("--seconds", seconds), ("--think", think), ("--price", price)):
         check_number(name, value or 0.0, 0.0)
@@ -131,6 +129,8 @@ def _refuse_unused(
     context: typer.Context, trace: str | None, rate: float | None, url: str | None, simulate: str | None
 ) -> None:
     """Options that would do nothing beside others."""
+    if simulate is not None and url is not None:
+        raise BadRequest("--simulate computes with costs of this machine", "leave --url out")
     of_users = ("seconds", "documents", "document_tokens", "turns", "think", "seed")
     of_chats = ("chats", "prompts", "prompt_tokens", "later")
     sets = {
