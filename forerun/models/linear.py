@@ -203,7 +203,13 @@ class SpreadInt8(PackedInt8):
 
 
 def _mix(x: Tensor, mixing: Tensor) -> Tensor:
-    return (x.view(x.shape[0], -1, mixing.shape[0]) @ mixing).view(x.shape)
+    return each_row(x.view(x.shape[0], -1, mixing.shape[0]), mixing).view(x.shape)
+
+
+def each_row(blocks: Tensor, matrix: Tensor) -> Tensor:
+    """blocks [T, M, K] @ matrix [K, N] as T products of one shape. `@` makes one product of T * M rows of it, and
+    matrix libraries choose kernels, each with its own order of summation, by the number of rows."""
+    return torch.bmm(blocks, matrix.expand(blocks.shape[0], -1, -1))
 
 
 @dataclass(frozen=True)
@@ -338,10 +344,8 @@ class Rotation:
                 out[lo : lo + _CHUNK_ROWS] = self.apply(x[lo : lo + _CHUNK_ROWS], scale)
             return out
         x = x.float() if scale is None else x * scale
-        if x.shape[0] == 1:  # a lone row would take another kernel, which sums in another order
-            return self.apply(x.expand(2, -1))[:1]
-        blocks = x.reshape(-1, self.outer.shape[0], self.inner.shape[0])  # [N, outer, inner]
-        return torch.matmul(self.outer.T, blocks @ self.inner).view(x.shape)
+        blocks = each_row(x.reshape(-1, self.outer.shape[0], self.inner.shape[0]), self.inner)  # [N, outer, inner]
+        return torch.bmm(self.outer.T.expand(x.shape[0], -1, -1), blocks).view(x.shape)
 
     def undo(self, x: Tensor) -> Tensor:
         """x @ Q.T for rows x [..., size]."""

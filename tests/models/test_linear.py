@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,6 +73,28 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: type[Linear]):
     among_outliers = x.clone()
     among_outliers[1:] *= 1000.0
     assert torch.equal(linear(x)[0], linear(among_outliers)[0])
+
+
+# What a matrix library may choose kernels by: other CPUs have other ones. In a process of its own, since it looks once.
+ROWS_ALONE = """
+import torch
+from forerun.models.linear import Rotation, SpreadInt8
+rows = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+for size in (48, 64, 576, 8960):
+    x, matrix = rows(40, size), rows(32, size)
+    for made in (SpreadInt8(matrix), Rotation(size).apply):
+        whole = made(x)
+        for cut in (1, 2, 3, 7, 8, 11, 17, 31):
+            assert torch.equal(made(x[:cut]), whole[:cut]), (size, made, cut)
+"""
+
+
+@pytest.mark.parametrize("instructions", [None, "AVX2", "AVX512"])
+def test_a_row_does_not_depend_on_how_many_there_are(instructions: str | None):
+    chosen = {} if instructions is None else {"MKL_ENABLE_INSTRUCTIONS": instructions}
+    if instructions == "AVX2":
+        chosen["ATEN_CPU_CAPABILITY"] = "avx2"
+    subprocess.run([sys.executable, "-c", ROWS_ALONE], env=os.environ | chosen, check=True)
 
 
 @pytest.mark.parametrize("kind", [PackedInt8, SpreadInt8])
