@@ -137,14 +137,15 @@ class _NoKV:
 
 
 class SimulatedReplica:
-    def __init__(self, name: str, costs: ReplicaCosts, cache_tokens: int, max_running: int) -> None:
+    def __init__(self, name: str, costs: ReplicaCosts, cache_tokens: int, max_running: int, draw: int = 0) -> None:
         self.name = name
         pool = PagePool(_NoKV(), -(-cache_tokens // PAGE_TOKENS), PAGE_TOKENS, torch.float32, torch.device("cpu"))
         pacer = StepPacer(costs.curve)
         self._scheduler = Scheduler(pool, PrefixTree(pool), None, max_running, MAX_PIECE_TOKENS, None, pacer)
         self._answers: dict[Sequence, ReplayedAnswer] = {}
         self._batch: list[ScheduledSequence] = []
-        self._draw, self._rank = random.Random(name), 0.0  # of the step that runs, among such steps by their seconds
+        self._draw = random.Random(f"{name} {draw}")
+        self._rank = 0.0  # of the step that runs, among such steps by their seconds
         self.parts = StepParts()  # of that step
         self.left = 0.0  # of that step, as a share of it; 0: none runs
         self._began = 0.0

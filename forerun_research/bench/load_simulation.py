@@ -54,7 +54,7 @@ class SimulatedSetup:
     threads: int = 1  # of each replica
     cache_tokens: int = 1 << 20  # of each replica
     max_running: int = 64
-    hop_s: float = 0.0  # from the client to a replica and back
+    draw: int = 0  # another number: other steps are the slow ones
 
 
 def simulate(
@@ -83,7 +83,7 @@ class _Simulation:
         self.shared = not isinstance(costs, ReplicaCosts)
         self.costs = SharedCosts({1: costs} if isinstance(costs, ReplicaCosts) else costs)
         self.answers = [ReplayedAnswer(number) for number in range(len(trace))]
-        first, limits = self.costs.of(1), (setup.cache_tokens, setup.max_running)
+        first, limits = self.costs.of(1), (setup.cache_tokens, setup.max_running, setup.draw)
         self.replicas = [SimulatedReplica(f"{i:04d}", first, *limits) for i in range(setup.replicas)]
         self.numbers = TokenNumbers()
         self.history: dict[str, list[int]] = defaultdict(list)  # tokens of a session so far
@@ -126,8 +126,6 @@ class _Simulation:
                 if replica.left <= 0 and not replica.idle:
                     replica.begin_step(now)
             running = [replica for replica in self.replicas if replica.left > 0]
-        for answer in self.answers:
-            answer.token_times = [moment + self.setup.hop_s for moment in answer.token_times]
         return self.answers
 
     def _step_s(self, replica: SimulatedReplica, running: Sequence[SimulatedReplica]) -> float:

@@ -24,11 +24,11 @@ from typing import Any
 
 from forerun.errors import BadRequest
 from forerun.loading import opened
-from forerun_research.bench.load import figures, together
+from forerun_research.bench.load import figures, simulated_figures, together
 from forerun_research.bench.load_costs import Probes, probed, solved
 from forerun_research.bench.load_replay import replay
 from forerun_research.bench.load_served import served
-from forerun_research.bench.load_simulation import SimulatedSetup, simulate
+from forerun_research.bench.load_simulation import SimulatedSetup
 from forerun_research.bench.load_targets import EndpointTarget, ReplayedAnswer
 from forerun_research.bench.load_trace import TraceRequest, TraceTexts, named_trace, with_lengths
 
@@ -51,7 +51,7 @@ class MeasuredRun:
 
     def simulated(self) -> dict[str, Any]:
         costs = {count: solved(own) for count, own in self.probes.items()}
-        return figures(self.trace, simulate(self.trace, SimulatedSetup(self.replicas, self.cores, 1), costs), 0.0)
+        return simulated_figures(self.trace, SimulatedSetup(self.replicas, self.cores, 1), costs)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forerun_research.bench.load import figures, together
+from forerun_research.bench.load import DRAWS, figures, simulated_figures, together
 from forerun_research.bench.load_replica import MAX_PIECE_TOKENS, NEAR_TOKENS, ReplicaCosts
 from forerun_research.bench.load_simulation import SharedCosts, SimulatedSetup, simulate
 from forerun_research.bench.load_trace import SHIPPED, TraceRequest, TraceTexts, poisson, with_lengths
@@ -177,3 +177,14 @@ def test_many_replicas():
     trace = poisson(20.0, 10.0, documents=64, turns=1)
     answers = simulate(trace, SimulatedSetup(64, 64), COSTS)
     assert all(len(answer.token_times) == 64 for answer in answers)
+
+
+def test_figures_are_the_mean_of_several_simulations():
+    trace = [one(arrival_s=i / 10) for i in range(20)]
+    costs = replace(COSTS, spread=(-0.004, 0.0, 0.004))
+    each = [figures(trace, simulate(trace, SimulatedSetup(1, 1, draw=draw), costs), 1.0) for draw in range(DRAWS)]
+    slowest = [own["kinds"]["chat"]["gap_s"]["p95"] for own in each]
+    assert len({own["seconds"] for own in each}) > 1  # other steps were slow
+    found = simulated_figures(trace, SimulatedSetup(1, 1), costs, 1.0)
+    assert found["kinds"]["chat"]["gap_s"]["p95"] == pytest.approx(sum(slowest) / DRAWS)
+    assert found["kinds"]["chat"]["requests"] == 20 and found.keys() == each[0].keys()
