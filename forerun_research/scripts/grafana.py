@@ -13,7 +13,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -140,15 +140,19 @@ def wrong_panels(page: Any, dashboard: dict[str, Any], limit_s: float, filled: C
     """Panels that did not appear within the limit, that have an error, that the browser has no plugin for, or that show
     no data where there is some."""
     titles = [panel["title"] for panel in dashboard["panels"] if panel["type"] != "row"]
-    end, missing = time.monotonic() + limit_s, titles
+    end = time.monotonic() + limit_s
 
     def panel(title: str) -> Any:
         old = page.get_by_label(f"Panel container title {title}", exact=True)
         return page.get_by_test_id(f"data-testid Panel header {title}").or_(old)
 
-    while missing and time.monotonic() < end:
-        page.wait_for_timeout(250)
-        missing = [title for title in titles if not panel(title).count()]
+    def remaining(titles: list[str], is_wrong: Callable[[Any], bool]) -> list[str]:
+        """Those that are still wrong at the limit; each is looked at once at least, however slow the browser is."""
+        while (wrong := [title for title in titles if is_wrong(panel(title))]) and time.monotonic() < end:
+            page.wait_for_timeout(250)
+        return wrong
+
+    missing = remaining(titles, lambda shown: not shown.count())
     wrong = [f"no panel: {title}" for title in missing]
     for title in titles:
         shown = panel(title)
@@ -157,10 +161,8 @@ def wrong_panels(page: Any, dashboard: dict[str, Any], limit_s: float, filled: C
             wrong.append(f"error in: {title}")
         if shown.get_by_text("Panel plugin not found").count():
             wrong.append(f"no plugin for: {title}")
-    empty = [title for title in titles if title in filled and title not in missing]
-    while empty and time.monotonic() < end:
-        page.wait_for_timeout(250)
-        empty = [title for title in empty if panel(title).get_by_text("No data").count()]
+    known = [title for title in titles if title in filled and title not in missing]
+    empty = remaining(known, lambda shown: bool(shown.get_by_text("No data").count()))
     return wrong + [f"no data in: {title}" for title in empty]
 
 
