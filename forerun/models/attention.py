@@ -8,6 +8,7 @@ what every faster backend is tested against.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from copy import copy
@@ -99,7 +100,36 @@ class AttentionBackend(ABC):
 MAX_TILE_TOKENS = 128  # new tokens that attend in one call, so that a long prefill does not compute all it may not see
 # new tokens and keys from which query heads stay separate: slower, with a smaller mask
 MIN_SEPARATE_TOKENS, MIN_SEPARATE_KEYS = 128, 4096
-ROW_MULTIPLE = 4  # rows come in multiples of this
+# Multiples that rows of a call come in, and the most rows of one. Torch's kernel takes 32 at a time below 192.
+ROW_LIMITS = ((4, 184), (8, 184), (16, 184), (16, 16), (32, 32))
+
+
+@functools.cache
+def row_limits(head_dim: int) -> tuple[int, int]:
+    """The multiple and the most rows of a call with which a row has the same bits wherever it stands in whatever call.
+
+    Matrix libraries choose kernels by the number of rows, some of them for the last few rows only, each with its own
+    order of summation, and which ones depends on the CPU: AMD's need multiples of 4, Intel's with AVX512 of 8 where
+    heads are 128 wide, those with AVX2 calls of 16. So it is tried, in less than a tenth of a second.
+    """
+    draw, counts = torch.Generator().manual_seed(head_dim), (128, 512, 1024)
+    q, k, v = (torch.randn(1, 1, n, head_dim, generator=draw) for n in (ROW_LIMITS[0][1], counts[-1], counts[-1]))
+
+    def attend(first: int, rows: int, keys: int) -> Tensor:
+        mask = torch.zeros(rows, keys)
+        return F.scaled_dot_product_attention(q[:, :, first : first + rows], k[:, :, :keys], v[:, :, :keys], mask)
+
+    def holds(multiple: int, most: int) -> bool:
+        calls = {min(most, rows // multiple * multiple) for rows in (multiple, 16, 24, 40, 64, 96, most)}
+        for keys in counts:
+            found = {rows: attend(0, rows, keys) for rows in calls if rows}
+            for row in range(0, 64):  # each as the first of a call of its own
+                alone = attend(row, multiple, keys)[:, :, 0]
+                if any(not torch.equal(alone, own[:, :, row]) for rows, own in found.items() if row < rows):
+                    return False
+        return True
+
+    return next((limits for limits in ROW_LIMITS if holds(*limits)), ROW_LIMITS[-1])
 
 
 def block_keys(context: int, same_bits: bool = True) -> int:
@@ -132,8 +162,8 @@ class SdpaAttention(AttentionBackend):
 
     With `same_bits` a token's result is the same bits in any batch, chunk or draft. The matrix kernels underneath
     choose the order of their sums by the shapes they are given, so shapes are kept to a few: keys come in blocks of 512
-    (a last one may be 128), rows in multiples of four. Eight-bit weights need this: a difference in the last bit can
-    flip a rounding and grow from layer to layer.
+    (a last one may be 128), rows as this CPU needs them (`row_limits`). Eight-bit weights need this: a
+    difference in the last bit can flip a rounding and grow from layer to layer.
 
     With `share_prefix` the K/V of pages that several sequences start with are read from the pool once per layer, where
     they would be read once per sequence. With `same_bits` sequences still attend one by one, over a copy of which only
@@ -153,6 +183,10 @@ class SdpaAttention(AttentionBackend):
         self.same_bits, self.share_prefix = same_bits, share_prefix
         self._copies = KVCopies()
         self._windows = set(config.windows)
+        self._row_multiple, self._tile_tokens = 1, MAX_TILE_TOKENS
+        if same_bits and device.type == "cpu":
+            self._row_multiple, most = row_limits(config.head_dim)
+            self._tile_tokens = max(1, most // (config.num_heads // config.num_kv_heads))
 
     def narrowed(self, window: int, wide: int) -> Self:
         other = super().narrowed(window, wide)
@@ -187,7 +221,7 @@ class SdpaAttention(AttentionBackend):
         if batch.tree is not None and batch.tree_start is not None and bool(batch.tree[lo:hi].any()):
             start = batch.tree_start[s]
             return [self._tile(batch, s, run, start, path) for run, path in _paths(batch.tree, lo, hi)]
-        tiles = [slice(at, min(at + MAX_TILE_TOKENS, hi)) for at in range(lo, hi, MAX_TILE_TOKENS)]
+        tiles = [slice(at, min(at + self._tile_tokens, hi)) for at in range(lo, hi, self._tile_tokens)]
         return [self._tile(batch, s, tokens, int(batch.kv_lens[tokens].max()), []) for tokens in tiles]
 
     def _tile(self, batch: TokenBatch, s: int, tokens: slice, start: int, path: list[int]) -> _Tile:
@@ -212,7 +246,7 @@ class SdpaAttention(AttentionBackend):
             mask = additive_mask(seen, 0, keys, window)  # [count, keys]
             if not separate:
                 mask = mask.repeat_interleave(self.config.num_heads // self.config.num_kv_heads, 0)
-            masks[window] = F.pad(mask, (0, 0, 0, -mask.shape[0] % ROW_MULTIPLE))
+            masks[window] = F.pad(mask, (0, 0, 0, -mask.shape[0] % self._row_multiple))
         return masks
 
     def store(self, qkv: Tensor, layer: int, kv: tuple[Tensor, Tensor], norms: tuple[Norm, Norm] | None) -> Tensor:

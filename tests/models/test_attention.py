@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -118,3 +121,29 @@ def test_an_accepted_branch_moves_to_where_the_answer_continues(tiny_folder: Cal
 @pytest.mark.parametrize(("context", "keys"), [(1, 128), (128, 128), (129, 512), (512, 512), (513, 640), (641, 1024)])
 def test_keys_come_in_few_shapes(context: int, keys: int):
     assert block_keys(context) == keys <= context + EXTRA_KV_SLOTS
+
+
+# In a process of its own: matrix libraries look once which instructions there are. K and V lie as they do in a pool.
+ROWS_OF_CALLS = """
+import torch, torch.nn.functional as F
+from forerun.models.attention import row_limits
+draw = torch.Generator().manual_seed(1)
+for dim in (16, 64, 128):
+    multiple, most = row_limits(dim)
+    k, v = (torch.randn(640, 2, dim, generator=draw).transpose(0, 1)[None] for _ in "kv")
+    q = torch.randn(1, 2, most, dim, generator=draw)
+    attend = lambda lo, hi: F.scaled_dot_product_attention(q[:, :, lo:hi], k, v, torch.zeros(hi - lo, 640))
+    calls = {rows: attend(0, rows) for rows in range(multiple, most + 1, multiple)}
+    for row in range(most - multiple + 1):
+        alone = attend(row, row + multiple)[:, :, 0]
+        for rows, found in calls.items():
+            assert row >= rows or torch.equal(found[:, :, row], alone), (dim, multiple, most, row, rows)
+"""
+
+
+@pytest.mark.parametrize("instructions", [None, "AVX2", "AVX512"])
+def test_a_row_has_the_same_bits_wherever_it_stands_within_the_limits(instructions: str | None):
+    chosen = {} if instructions is None else {"MKL_ENABLE_INSTRUCTIONS": instructions}
+    if instructions == "AVX2":
+        chosen["ATEN_CPU_CAPABILITY"] = "avx2"
+    subprocess.run([sys.executable, "-c", ROWS_OF_CALLS], env=os.environ | chosen, check=True)
