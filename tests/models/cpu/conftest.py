@@ -15,7 +15,7 @@ collect_ignore = []
 if library() is None:
     print("no C compiler: products on a file's own blocks are not tested here", file=sys.stderr)
     collect_ignore += ["test_attention.py", "test_block_linear.py", "test_library.py", "test_planning.py"]
-    collect_ignore += ["test_aarch64.py"]
+    collect_ignore += ["test_aarch64.py", "test_amx.py"]
 
 ON_ARM = platform.machine() == "aarch64"
 
