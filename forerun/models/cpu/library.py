@@ -30,7 +30,18 @@ from forerun.models.fetch.store import home
 log = logging.getLogger("forerun")
 
 SOURCES = ("blocks.c", "attention.c", "draft_attention.c", "layers.c", "pool.c", "block.c", "ranking.c", "draw.c")
-HEADERS = ("vec.h", "blocks.h", "tiles16.h", "amx16.h", "tiles8.h", "attention.h", "layers.h", "pool.h")
+HEADERS = (
+    "vec.h",
+    "blocks.h",
+    "tiles16.h",
+    "amx.h",
+    "amx16.h",
+    "amx_attention.h",
+    "tiles8.h",
+    "attention.h",
+    "layers.h",
+    "pool.h",
+)
 ABI = 8  # of the functions below
 COMPILE_S = 120.0  # a compiler that takes longer is given up
 STALE_S = 3600.0  # a scratch folder this old was left by a process that was killed

@@ -5,30 +5,14 @@
  * with them in floats is what tiles16.h does, in the same order, so a row has the same bits here and there.
  */
 #pragma once
-#include <stdatomic.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#include "amx.h"
 
 #define AMX "amx_int8"
 #define STRIP 8 /* groups of 32 that are unpacked together: a superblock's */
 #define WIDE_GROUPS 4 /* groups of weight rows whose strips stay in a core's first cache, 5 KB each */
 
-enum { ASK = 0x1023, TILE_DATA = 18 }; /* of arch_prctl: leave to use tiles, asked for once in a process */
-enum { REFUSED = 1, GRANTED };
-
-/* Whether the system lets this process use tiles. One answer, whatever thread asks first: rows are laid out by it. */
-static int amx_granted(void) {
-    static _Atomic int answer;
-    int seen = atomic_load_explicit(&answer, memory_order_relaxed), none = 0;
-    if (!seen) {
-        seen = syscall(SYS_arch_prctl, ASK, TILE_DATA) ? REFUSED : GRANTED;
-        if (!atomic_compare_exchange_strong(&answer, &none, seen)) seen = none;
-    }
-    return seen == GRANTED;
-}
-
 /* Tiles of this thread: 0 to 3 sums, 4 activations and 5 weights of 32 columns, 6 and 7 of 16. */
-static const struct { uint8_t palette, start, none[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } TILES_OF_16 = {
+static const Tiles TILES_OF_16 = {
     1, 0, {0}, {64, 64, 64, 64, 32, 64, 16, 64}, {WIDE, WIDE, WIDE, WIDE, WIDE, 8, WIDE, 4},
 };
 
@@ -174,7 +158,7 @@ INLINE void wide_tile(const Kind *k, int bits, int mins, int offset, const uint8
             unpack_strip(k, bits, offset, from, groups, strips + g);
             if (left > used) fetch(from + used * k->packed_bytes, used * k->packed_bytes);
         }
-        __asm__ volatile("" ::: "memory"); /* compilers do not see that tile loads read what was unpacked */
+        IN_MEMORY;
         Cell cell = {x + b * block_bytes, strips, y};
         for (int i = 0; i < 4; i++) dot_cell(&cell, i, halves, (int)groups, super ? GROUP * WIDE : BLOCK_BYTES * WIDE);
         store_tile(0, sums);

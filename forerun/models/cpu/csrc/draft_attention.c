@@ -41,6 +41,10 @@ INLINE void pack_row(const float *row, float scale, int64_t dim, uint32_t *out) 
 }
 INLINE Vec dots(Vec sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 
+#ifdef __AMX_BF16__
+#include "amx_attention.h"
+#endif
+
 INLINE __m512i counting(void) { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
 
 static void pack_block(const void *arg, int64_t chunk, void *none) {
@@ -82,8 +86,18 @@ INLINE Vec power2(Vec x) {
     return _mm512_scalef_ps(p, n);
 }
 
-/* Scores of ROWS rows and a block's keys, minus infinity where a row does not see a key: of the block it sees those from
- * `lo` to `hi`. */
+/* Minus infinity for the keys of a block that a row does not see: it sees those from `lo` to `hi`. */
+INLINE void hide(Vec *s, int64_t lo, int64_t hi) {
+    if (lo <= 0 && hi >= BLOCK) return;
+    int limit = hi < 0 ? 0 : hi < BLOCK ? hi : BLOCK, start = lo < 0 ? 0 : lo < BLOCK ? lo : BLOCK;
+    for (int j = 0; j < 4; j++) {
+        __m512i n = _mm512_add_epi32(counting(), _mm512_set1_epi32(16 * j));
+        __mmask16 there = _mm512_cmplt_epi32_mask(n, _mm512_set1_epi32(limit)) & _mm512_cmpge_epi32_mask(n, _mm512_set1_epi32(start));
+        s[j] = _mm512_mask_blend_ps(there, v_set(-INFINITY), s[j]);
+    }
+}
+
+/* Scores of ROWS rows and a block's keys. */
 INLINE void scores(const uint32_t *q, const uint32_t *keys, int64_t dim, const int64_t *lo, const int64_t *hi, Vec *s) {
     for (int i = 0; i < ROWS * 4; i++) s[i] = v_set(0);
     for (int64_t d = 0; d < dim / 2; d++) {
@@ -94,37 +108,23 @@ INLINE void scores(const uint32_t *q, const uint32_t *keys, int64_t dim, const i
             for (int j = 0; j < 4; j++) s[4 * r + j] = dots(s[4 * r + j], x, k[j]);
         }
     }
-    for (int r = 0; r < ROWS; r++) {
-        if (lo[r] <= 0 && hi[r] >= BLOCK) continue;
-        int limit = hi[r] < 0 ? 0 : hi[r] < BLOCK ? hi[r] : BLOCK, start = lo[r] < 0 ? 0 : lo[r] < BLOCK ? lo[r] : BLOCK;
-        for (int j = 0; j < 4; j++) {
-            __m512i n = _mm512_add_epi32(counting(), _mm512_set1_epi32(16 * j));
-            __mmask16 there = _mm512_cmplt_epi32_mask(n, _mm512_set1_epi32(limit)) & _mm512_cmpge_epi32_mask(n, _mm512_set1_epi32(start));
-            s[4 * r + j] = _mm512_mask_blend_ps(there, v_set(-INFINITY), s[4 * r + j]);
-        }
-    }
+    for (int r = 0; r < ROWS; r++) hide(s + 4 * r, lo[r], hi[r]);
 }
 
-/* Scores become weights 2**(score - top), rounded; `scale` is what earlier sums are scaled
- * by, mostly 1: `top` follows the largest score only where that is far above it. */
-INLINE void weights(const uint32_t *q, const uint32_t *keys, int64_t dim, const int64_t *lo, const int64_t *hi, float *top,
-                    float *total, float *scale, uint32_t *out) {
-    Vec s[ROWS * 4];
-    scores(q, keys, dim, lo, hi, s);
-    for (int r = 0; r < ROWS; r++) {
-        Vec *own = s + 4 * r;
-        Vec peaks = v_max(v_max(own[0], own[1]), v_max(own[2], own[3])), sums = v_load(total + r * LANES);
-        scale[r] = 1.0f;
-        if (_mm512_cmp_ps_mask(peaks, v_set(top[r] + FAR_ABOVE), _CMP_GT_OQ)) {
-            float now = v_peak(peaks);
-            scale[r] = top[r] == UNSEEN ? 0.0f : exp2f(top[r] - now);
-            top[r] = now, sums = v_mul(sums, v_set(scale[r]));
-        }
-        Vec shift = v_set(top[r]), p[4];
-        for (int j = 0; j < 4; j++) p[j] = power2(v_sub(own[j], shift));
-        v_store(total + r * LANES, v_add(sums, v_add(v_add(p[0], p[1]), v_add(p[2], p[3]))));
-        for (int j = 0; j < 4; j += 2) _mm512_storeu_si512(out + r * PAIRS + 8 * j, rounded(p[j], p[j + 1]));
+/* A row's scores become weights 2**(score - top), rounded; what earlier sums are scaled by is returned, mostly 1: `top`
+ * follows the largest score only where that is far above it. */
+INLINE float weigh_row(const Vec *s, float *top, float *total, uint32_t *out) {
+    Vec peaks = v_max(v_max(s[0], s[1]), v_max(s[2], s[3])), sums = v_load(total), p[4];
+    float scale = 1.0f;
+    if (_mm512_cmp_ps_mask(peaks, v_set(*top + FAR_ABOVE), _CMP_GT_OQ)) {
+        float now = v_peak(peaks);
+        scale = *top == UNSEEN ? 0.0f : exp2f(*top - now);
+        *top = now, sums = v_mul(sums, v_set(scale));
     }
+    for (int j = 0; j < 4; j++) p[j] = power2(v_sub(s[j], v_set(*top)));
+    v_store(total, v_add(sums, v_add(v_add(p[0], p[1]), v_add(p[2], p[3]))));
+    for (int j = 0; j < 4; j += 2) _mm512_storeu_si512(out + 8 * j, rounded(p[j], p[j + 1]));
+    return scale;
 }
 
 /* acc[r] = scale[r] * acc[r] + weights[r] . values, 64 columns or 16 (`m` vectors) at a time. */
@@ -144,43 +144,92 @@ INLINE void weigh_tile(const uint32_t *p, const float *scale, const uint32_t *va
         for (int j = 0; j < m; j++) v_store(acc + r * dim + 16 * j, a[4 * r + j]);
 }
 
+/* A tile of tokens while blocks of keys pass by: its rows are the query heads of a KV head. */
+typedef struct {
+    uint32_t q[MAX_ROWS * MAX_DIM / 2] __attribute__((aligned(64)));
+    float acc[MAX_ROWS * MAX_DIM] __attribute__((aligned(64))), total[MAX_ROWS * LANES] __attribute__((aligned(64)));
+    float top[MAX_ROWS];
+    int64_t seen[MAX_ROWS], low[MAX_ROWS], rows; /* a multiple of what is computed at once */
+} Tokens;
+
+/* One block of keys, `n` of the sequence, for all rows. */
+INLINE void attend_rows(Tokens *t, const uint32_t *keys, const uint32_t *values, int64_t n, int64_t dim) {
+    uint32_t p[ROWS * PAIRS] __attribute__((aligned(64)));
+    for (int64_t r = 0; r < t->rows; r += ROWS) {
+        int64_t lo[ROWS], hi[ROWS];
+        float scale[ROWS];
+        Vec s[ROWS * 4];
+        for (int i = 0; i < ROWS; i++) lo[i] = t->low[r + i] - n * BLOCK, hi[i] = t->seen[r + i] - n * BLOCK;
+        scores(t->q + r * dim / 2, keys, dim, lo, hi, s);
+        for (int i = 0; i < ROWS; i++) scale[i] = weigh_row(s + 4 * i, t->top + r + i, t->total + (r + i) * LANES, p + i * PAIRS);
+        for (int64_t d = 0; d < dim;) {
+            int wide = dim - d >= 64;
+            if (wide) weigh_tile(p, scale, values + d, 4, dim, t->acc + r * dim + d);
+            else weigh_tile(p, scale, values + d, 1, dim, t->acc + r * dim + d);
+            d += wide ? 64 : 16;
+        }
+    }
+}
+
+#ifdef __AMX_BF16__
+/* The same, TILE_ROWS rows at a time. */
+INLINE void attend_tiles(Tokens *t, const uint32_t *keys, const uint32_t *values, int64_t n, int64_t dim) {
+    float s[TILE_ROWS * BLOCK] __attribute__((aligned(64)));
+    uint32_t p[TILE_ROWS * PAIRS] __attribute__((aligned(64)));
+    for (int64_t r = 0; r < t->rows; r += TILE_ROWS) {
+        float *acc = t->acc + r * dim;
+        tile_scores(t->q + r * dim / 2, keys, dim, s);
+        for (int i = 0; i < TILE_ROWS; i++) {
+            Vec own[4];
+            for (int j = 0; j < 4; j++) own[j] = v_load(s + i * BLOCK + 16 * j);
+            hide(own, t->low[r + i] - n * BLOCK, t->seen[r + i] - n * BLOCK);
+            float scale = weigh_row(own, t->top + r + i, t->total + (r + i) * LANES, p + i * PAIRS);
+            if (scale != 1.0f)
+                for (int64_t d = 0; d < dim; d += LANES) v_store(acc + i * dim + d, v_mul(v_load(acc + i * dim + d), v_set(scale)));
+        }
+        tile_weigh(p, values, dim, acc);
+    }
+}
+#endif
+
 static void draft_tile(const void *arg, int64_t chunk, void *none) {
     const Draft *c = arg;
     (void)none;
     const Batch *b = c->b;
     int64_t h = chunk % b->kv_heads, s = (c->tiles - 1 - chunk / b->kv_heads) * c->tile, group = b->heads / b->kv_heads, dim = b->dim;
-    int64_t end = s + c->tile < b->tokens ? s + c->tile : b->tokens, rows = (end - s) * group, all = (rows + ROWS - 1) / ROWS * ROWS;
-    uint32_t q[MAX_ROWS * MAX_DIM / 2] __attribute__((aligned(64))), p[ROWS * PAIRS] __attribute__((aligned(64)));
-    float acc[MAX_ROWS * MAX_DIM] __attribute__((aligned(64))), total[MAX_ROWS * LANES] __attribute__((aligned(64)));
-    float top[MAX_ROWS], scale[ROWS];
-    int64_t seen[MAX_ROWS], low[MAX_ROWS];
-    for (int64_t r = 0; r < all; r++) {
-        int64_t own = r < rows ? r : rows - 1, t = s + own / group;
-        const float *from = c->q + (t * b->heads + h * group + own % group) * dim;
-        pack_row(from, c->scale, dim, q + r * dim / 2);
-        seen[r] = b->kv_lens[t], low[r] = c->window > 0 && seen[r] > c->window ? seen[r] - c->window : 0;
-        top[r] = UNSEEN;
+    int64_t end = s + c->tile < b->tokens ? s + c->tile : b->tokens, rows = (end - s) * group, at_once = ROWS;
+    Tokens own;
+#ifdef __AMX_BF16__
+    const int tiles = amx_granted();
+    if (tiles) _tile_loadconfig(&PAIR_TILES), at_once = TILE_ROWS;
+#endif
+    own.rows = (rows + at_once - 1) / at_once * at_once;
+    for (int64_t r = 0; r < own.rows; r++) {
+        int64_t which = r < rows ? r : rows - 1, t = s + which / group;
+        const float *from = c->q + (t * b->heads + h * group + which % group) * dim;
+        pack_row(from, c->scale, dim, own.q + r * dim / 2);
+        own.seen[r] = b->kv_lens[t], own.low[r] = c->window > 0 && own.seen[r] > c->window ? own.seen[r] - c->window : 0;
+        own.top[r] = UNSEEN;
     }
-    memset(acc, 0, all * dim * sizeof(float)), memset(total, 0, all * LANES * sizeof(float));
-    for (int64_t n = low[0] / BLOCK; n * BLOCK < seen[all - 1]; n++) {
+    memset(own.acc, 0, own.rows * dim * sizeof(float)), memset(own.total, 0, own.rows * LANES * sizeof(float));
+    for (int64_t n = own.low[0] / BLOCK; n * BLOCK < own.seen[own.rows - 1]; n++) {
         const uint32_t *keys = c->keys + (h * c->blocks + n - c->first) * dim / 2 * BLOCK;
         const uint32_t *values = c->values + (h * c->blocks + n - c->first) * PAIRS * dim;
-        for (int64_t r = 0; r < all; r += ROWS) {
-            int64_t lo[ROWS], hi[ROWS];
-            for (int i = 0; i < ROWS; i++) lo[i] = low[r + i] - n * BLOCK, hi[i] = seen[r + i] - n * BLOCK;
-            weights(q + r * dim / 2, keys, dim, lo, hi, top + r, total + r * LANES, scale, p);
-            for (int64_t d = 0; d < dim;) {
-                int wide = dim - d >= 64;
-                if (wide) weigh_tile(p, scale, values + d, 4, dim, acc + r * dim + d);
-                else weigh_tile(p, scale, values + d, 1, dim, acc + r * dim + d);
-                d += wide ? 64 : 16;
-            }
+#ifdef __AMX_BF16__
+        if (tiles) {
+            attend_tiles(&own, keys, values, n, dim);
+            continue;
         }
+#endif
+        attend_rows(&own, keys, values, n, dim);
     }
+#ifdef __AMX_BF16__
+    if (tiles) _tile_release();
+#endif
     for (int64_t r = 0; r < rows; r++) {
         float *out = c->out + ((s + r / group) * b->heads + h * group + r % group) * dim;
-        Vec inverse = v_set(1.0f / v_sum(v_load(total + r * LANES)));
-        for (int64_t d = 0; d < dim; d += LANES) v_store(out + d, v_mul(v_load(acc + r * dim + d), inverse));
+        Vec inverse = v_set(1.0f / v_sum(v_load(own.total + r * LANES)));
+        for (int64_t d = 0; d < dim; d += LANES) v_store(out + d, v_mul(v_load(own.acc + r * dim + d), inverse));
     }
 }
 
