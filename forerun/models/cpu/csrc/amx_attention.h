@@ -1,14 +1,12 @@
-/* Scores and weighted sums of 16 rows, with AMX. A piece of draft_attention.c: its packed queries, K and V are what tiles
+/* Scores and weighted sums of ROWS rows, with AMX. A piece of draft_attention.c: its packed queries, K and V are what tiles
  * want, pairs of bfloat16.
  */
 #pragma once
 #include "amx.h"
 
-#define TILE_ROWS 16
-
 static const Tiles PAIR_TILES = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
-/* s [TILE_ROWS, BLOCK] = q [TILE_ROWS, dim] . keys of a block */
+/* s [ROWS, BLOCK] = q [ROWS, dim] . keys of a block */
 INLINE void tile_scores(const uint32_t *q, const uint32_t *keys, int64_t dim, float *s) {
     const int64_t row = dim / 2 * sizeof *q, step = BLOCK * sizeof *keys;
     IN_MEMORY;
@@ -35,7 +33,7 @@ INLINE void tile_scores(const uint32_t *q, const uint32_t *keys, int64_t dim, fl
     IN_MEMORY;
 }
 
-/* acc [TILE_ROWS, dim] += p [TILE_ROWS, BLOCK] . values of a block; dim is a multiple of 32 */
+/* acc [ROWS, dim] += p [ROWS, BLOCK] . values of a block; dim is a multiple of 32 */
 INLINE void tile_weigh(const uint32_t *p, const uint32_t *values, int64_t dim, float *acc) {
     const int64_t row = dim * sizeof *values;
     IN_MEMORY;

@@ -13,7 +13,8 @@
 #define PAIRS (BLOCK / 2)
 #define MAX_ROWS 64 /* query heads of a tile of tokens: what they have summed stays in the first cache */
 #define MAX_DIM 128
-#define ROWS 4      /* rows of a register tile */
+#define ROWS 16     /* computed at a time */
+#define REGISTER_ROWS 4
 #define MIN_TOKENS 64
 #define FAR_ABOVE 10.0f /* bits: weights of up to 1,024 are as exact as those of up to 1 */
 #define UNSEEN (-1e30f) /* the top of a row that has seen nothing: not infinite, so that no difference is undefined */
@@ -86,29 +87,43 @@ INLINE Vec power2(Vec x) {
     return _mm512_scalef_ps(p, n);
 }
 
-/* Minus infinity for the keys of a block that a row does not see: it sees those from `lo` to `hi`. */
-INLINE void hide(Vec *s, int64_t lo, int64_t hi) {
+/* A row's scores of a block, minus infinity for keys that it does not see: it sees those from `lo` to `hi`. */
+INLINE void load_seen(Vec *own, const float *s, int64_t lo, int64_t hi) {
+    for (int j = 0; j < 4; j++) own[j] = v_load(s + 16 * j);
     if (lo <= 0 && hi >= BLOCK) return;
     int limit = hi < 0 ? 0 : hi < BLOCK ? hi : BLOCK, start = lo < 0 ? 0 : lo < BLOCK ? lo : BLOCK;
     for (int j = 0; j < 4; j++) {
         __m512i n = _mm512_add_epi32(counting(), _mm512_set1_epi32(16 * j));
         __mmask16 there = _mm512_cmplt_epi32_mask(n, _mm512_set1_epi32(limit)) & _mm512_cmpge_epi32_mask(n, _mm512_set1_epi32(start));
-        s[j] = _mm512_mask_blend_ps(there, v_set(-INFINITY), s[j]);
+        own[j] = _mm512_mask_blend_ps(there, v_set(-INFINITY), own[j]);
     }
 }
 
-/* Scores of ROWS rows and a block's keys. */
-INLINE void scores(const uint32_t *q, const uint32_t *keys, int64_t dim, const int64_t *lo, const int64_t *hi, Vec *s) {
-    for (int i = 0; i < ROWS * 4; i++) s[i] = v_set(0);
+/* s [REGISTER_ROWS, BLOCK]: rows times a block's keys. */
+INLINE void register_scores(const uint32_t *q, const uint32_t *keys, int64_t dim, float *s) {
+    Vec sums[REGISTER_ROWS * 4];
+    for (int i = 0; i < REGISTER_ROWS * 4; i++) sums[i] = v_set(0);
     for (int64_t d = 0; d < dim / 2; d++) {
         __m512i k[4];
         for (int j = 0; j < 4; j++) k[j] = _mm512_loadu_si512(keys + d * BLOCK + 16 * j);
-        for (int r = 0; r < ROWS; r++) {
+        for (int r = 0; r < REGISTER_ROWS; r++) {
             __m512i x = _mm512_set1_epi32(q[r * dim / 2 + d]);
-            for (int j = 0; j < 4; j++) s[4 * r + j] = dots(s[4 * r + j], x, k[j]);
+            for (int j = 0; j < 4; j++) sums[4 * r + j] = dots(sums[4 * r + j], x, k[j]);
         }
     }
-    for (int r = 0; r < ROWS; r++) hide(s + 4 * r, lo[r], hi[r]);
+    for (int i = 0; i < REGISTER_ROWS * 4; i++) v_store(s + 16 * i, sums[i]);
+}
+
+/* s [ROWS, BLOCK], by tiles where `tiles` says so. */
+INLINE void scores(int tiles, const uint32_t *q, const uint32_t *keys, int64_t dim, float *s) {
+#ifdef __AMX_BF16__
+    if (tiles) {
+        tile_scores(q, keys, dim, s);
+        return;
+    }
+#endif
+    (void)tiles;
+    for (int r = 0; r < ROWS; r += REGISTER_ROWS) register_scores(q + r * dim / 2, keys, dim, s + r * BLOCK);
 }
 
 /* A row's scores become weights 2**(score - top), rounded; what earlier sums are scaled by is returned, mostly 1: `top`
@@ -127,21 +142,56 @@ INLINE float weigh_row(const Vec *s, float *top, float *total, uint32_t *out) {
     return scale;
 }
 
-/* acc[r] = scale[r] * acc[r] + weights[r] . values, 64 columns or 16 (`m` vectors) at a time. */
-INLINE void weigh_tile(const uint32_t *p, const float *scale, const uint32_t *values, int m, int64_t dim, float *acc) {
-    Vec a[ROWS * 4];
-    for (int r = 0; r < ROWS; r++)
-        for (int j = 0; j < m; j++) a[4 * r + j] = v_mul(v_load(acc + r * dim + 16 * j), v_set(scale[r]));
+/* acc [REGISTER_ROWS, dim] += weights . values, 64 columns or 16 (`m` vectors) at a time. */
+INLINE void register_weigh(const uint32_t *p, const uint32_t *values, int m, int64_t dim, float *acc) {
+    Vec a[REGISTER_ROWS * 4];
+    for (int r = 0; r < REGISTER_ROWS; r++)
+        for (int j = 0; j < m; j++) a[4 * r + j] = v_load(acc + r * dim + 16 * j);
     for (int64_t k = 0; k < PAIRS; k++) {
         __m512i v[4];
         for (int j = 0; j < m; j++) v[j] = _mm512_loadu_si512(values + k * dim + 16 * j);
-        for (int r = 0; r < ROWS; r++) {
+        for (int r = 0; r < REGISTER_ROWS; r++) {
             __m512i x = _mm512_set1_epi32(p[r * PAIRS + k]);
             for (int j = 0; j < m; j++) a[4 * r + j] = dots(a[4 * r + j], x, v[j]);
         }
     }
-    for (int r = 0; r < ROWS; r++)
+    for (int r = 0; r < REGISTER_ROWS; r++)
         for (int j = 0; j < m; j++) v_store(acc + r * dim + 16 * j, a[4 * r + j]);
+}
+
+/* acc [ROWS, dim] += weights p [ROWS, BLOCK] . a block's values, by tiles where `tiles` says so. */
+INLINE void weigh(int tiles, const uint32_t *p, const uint32_t *values, int64_t dim, float *acc) {
+#ifdef __AMX_BF16__
+    if (tiles) {
+        tile_weigh(p, values, dim, acc);
+        return;
+    }
+#endif
+    (void)tiles;
+    for (int r = 0; r < ROWS; r += REGISTER_ROWS)
+        for (int64_t d = 0; d < dim;) {
+            int wide = dim - d >= 64;
+            if (wide) register_weigh(p + r * PAIRS, values + d, 4, dim, acc + r * dim + d);
+            else register_weigh(p + r * PAIRS, values + d, 1, dim, acc + r * dim + d);
+            d += wide ? 64 : 16;
+        }
+}
+
+/* Tiles for this thread where there are any; whether there are. `without_tiles` must follow. */
+INLINE int with_tiles(void) {
+#ifdef __AMX_BF16__
+    if (amx_granted()) {
+        _tile_loadconfig(&PAIR_TILES);
+        return 1;
+    }
+#endif
+    return 0;
+}
+INLINE void without_tiles(int tiles) {
+#ifdef __AMX_BF16__
+    if (tiles) _tile_release();
+#endif
+    (void)tiles;
 }
 
 /* A tile of tokens while blocks of keys pass by: its rows are the query heads of a KV head. */
@@ -153,57 +203,31 @@ typedef struct {
 } Tokens;
 
 /* One block of keys, `n` of the sequence, for all rows. */
-INLINE void attend_rows(Tokens *t, const uint32_t *keys, const uint32_t *values, int64_t n, int64_t dim) {
+INLINE void attend_block(Tokens *t, int tiles, const uint32_t *keys, const uint32_t *values, int64_t n, int64_t dim) {
+    float s[ROWS * BLOCK] __attribute__((aligned(64)));
     uint32_t p[ROWS * PAIRS] __attribute__((aligned(64)));
     for (int64_t r = 0; r < t->rows; r += ROWS) {
-        int64_t lo[ROWS], hi[ROWS];
-        float scale[ROWS];
-        Vec s[ROWS * 4];
-        for (int i = 0; i < ROWS; i++) lo[i] = t->low[r + i] - n * BLOCK, hi[i] = t->seen[r + i] - n * BLOCK;
-        scores(t->q + r * dim / 2, keys, dim, lo, hi, s);
-        for (int i = 0; i < ROWS; i++) scale[i] = weigh_row(s + 4 * i, t->top + r + i, t->total + (r + i) * LANES, p + i * PAIRS);
-        for (int64_t d = 0; d < dim;) {
-            int wide = dim - d >= 64;
-            if (wide) weigh_tile(p, scale, values + d, 4, dim, t->acc + r * dim + d);
-            else weigh_tile(p, scale, values + d, 1, dim, t->acc + r * dim + d);
-            d += wide ? 64 : 16;
-        }
-    }
-}
-
-#ifdef __AMX_BF16__
-/* The same, TILE_ROWS rows at a time. */
-INLINE void attend_tiles(Tokens *t, const uint32_t *keys, const uint32_t *values, int64_t n, int64_t dim) {
-    float s[TILE_ROWS * BLOCK] __attribute__((aligned(64)));
-    uint32_t p[TILE_ROWS * PAIRS] __attribute__((aligned(64)));
-    for (int64_t r = 0; r < t->rows; r += TILE_ROWS) {
         float *acc = t->acc + r * dim;
-        tile_scores(t->q + r * dim / 2, keys, dim, s);
-        for (int i = 0; i < TILE_ROWS; i++) {
+        scores(tiles, t->q + r * dim / 2, keys, dim, s);
+        for (int i = 0; i < ROWS; i++) {
             Vec own[4];
-            for (int j = 0; j < 4; j++) own[j] = v_load(s + i * BLOCK + 16 * j);
-            hide(own, t->low[r + i] - n * BLOCK, t->seen[r + i] - n * BLOCK);
+            load_seen(own, s + i * BLOCK, t->low[r + i] - n * BLOCK, t->seen[r + i] - n * BLOCK);
             float scale = weigh_row(own, t->top + r + i, t->total + (r + i) * LANES, p + i * PAIRS);
-            if (scale != 1.0f)
-                for (int64_t d = 0; d < dim; d += LANES) v_store(acc + i * dim + d, v_mul(v_load(acc + i * dim + d), v_set(scale)));
+            if (scale == 1.0f) continue;
+            for (int64_t d = 0; d < dim; d += LANES) v_store(acc + i * dim + d, v_mul(v_load(acc + i * dim + d), v_set(scale)));
         }
-        tile_weigh(p, values, dim, acc);
+        weigh(tiles, p, values, dim, acc);
     }
 }
-#endif
 
 static void draft_tile(const void *arg, int64_t chunk, void *none) {
     const Draft *c = arg;
     (void)none;
     const Batch *b = c->b;
     int64_t h = chunk % b->kv_heads, s = (c->tiles - 1 - chunk / b->kv_heads) * c->tile, group = b->heads / b->kv_heads, dim = b->dim;
-    int64_t end = s + c->tile < b->tokens ? s + c->tile : b->tokens, rows = (end - s) * group, at_once = ROWS;
+    int64_t end = s + c->tile < b->tokens ? s + c->tile : b->tokens, rows = (end - s) * group;
     Tokens own;
-#ifdef __AMX_BF16__
-    const int tiles = amx_granted();
-    if (tiles) _tile_loadconfig(&PAIR_TILES), at_once = TILE_ROWS;
-#endif
-    own.rows = (rows + at_once - 1) / at_once * at_once;
+    own.rows = (rows + ROWS - 1) / ROWS * ROWS;
     for (int64_t r = 0; r < own.rows; r++) {
         int64_t which = r < rows ? r : rows - 1, t = s + which / group;
         const float *from = c->q + (t * b->heads + h * group + which % group) * dim;
@@ -212,20 +236,13 @@ static void draft_tile(const void *arg, int64_t chunk, void *none) {
         own.top[r] = UNSEEN;
     }
     memset(own.acc, 0, own.rows * dim * sizeof(float)), memset(own.total, 0, own.rows * LANES * sizeof(float));
+    int tiles = with_tiles();
     for (int64_t n = own.low[0] / BLOCK; n * BLOCK < own.seen[own.rows - 1]; n++) {
         const uint32_t *keys = c->keys + (h * c->blocks + n - c->first) * dim / 2 * BLOCK;
         const uint32_t *values = c->values + (h * c->blocks + n - c->first) * PAIRS * dim;
-#ifdef __AMX_BF16__
-        if (tiles) {
-            attend_tiles(&own, keys, values, n, dim);
-            continue;
-        }
-#endif
-        attend_rows(&own, keys, values, n, dim);
+        attend_block(&own, tiles, keys, values, n, dim);
     }
-#ifdef __AMX_BF16__
-    if (tiles) _tile_release();
-#endif
+    without_tiles(tiles);
     for (int64_t r = 0; r < rows; r++) {
         float *out = c->out + ((s + r / group) * b->heads + h * group + r % group) * dim;
         Vec inverse = v_set(1.0f / v_sum(v_load(own.total + r * LANES)));
@@ -292,12 +309,15 @@ static void sum_rows(const void *arg, int64_t chunk, void *none) {
         top[i] = UNSEEN, total[i] = v_set(0);
     }
     int64_t lo[ROWS], hi[ROWS];
+    float s[ROWS * BLOCK] __attribute__((aligned(64)));
+    int tiles = with_tiles();
     for (int64_t n = c->draft.first; n < c->draft.first + c->draft.blocks; n++) {
-        Vec s[ROWS * 4];
         bounds(c, first, n, lo, hi);
-        scores(q, c->draft.keys + (h * c->draft.blocks + n - c->draft.first) * dim / 2 * BLOCK, dim, lo, hi, s);
+        scores(tiles, q, c->draft.keys + (h * c->draft.blocks + n - c->draft.first) * dim / 2 * BLOCK, dim, s);
         for (int r = 0; r < ROWS; r++) {
-            Vec *own = s + 4 * r, peaks = v_max(v_max(own[0], own[1]), v_max(own[2], own[3]));
+            Vec own[4];
+            load_seen(own, s + r * BLOCK, lo[r], hi[r]);
+            Vec peaks = v_max(v_max(own[0], own[1]), v_max(own[2], own[3]));
             if (_mm512_cmp_ps_mask(peaks, v_set(top[r] + FAR_ABOVE), _CMP_GT_OQ)) {
                 float now = v_peak(peaks);
                 total[r] = v_mul(total[r], v_set(top[r] == UNSEEN ? 0.0f : exp2f(top[r] - now))), top[r] = now;
@@ -305,6 +325,7 @@ static void sum_rows(const void *arg, int64_t chunk, void *none) {
             for (int j = 0; j < 4; j++) total[r] = v_add(total[r], power2(v_sub(own[j], v_set(top[r]))));
         }
     }
+    without_tiles(tiles);
     for (int64_t i = 0; i < ROWS; i++) sums[i] = first + i < b->tokens * group ? top[i] + log2f(v_sum(total[i])) : INFINITY;
 }
 
@@ -315,15 +336,19 @@ static void sum_keys(const void *arg, int64_t chunk, void *none) {
     const Batch *b = c->draft.b;
     int64_t h = chunk % b->kv_heads, n = chunk / b->kv_heads, dim = b->dim, lo[ROWS], hi[ROWS];
     const uint32_t *keys = c->draft.keys + (h * c->draft.blocks + n) * dim / 2 * BLOCK;
-    Vec given[4] = {v_set(0), v_set(0), v_set(0), v_set(0)};
+    Vec given[4] = {v_set(0), v_set(0), v_set(0), v_set(0)}, own[4];
+    float s[ROWS * BLOCK] __attribute__((aligned(64)));
+    int tiles = with_tiles();
     for (int64_t first = 0; first < c->rows; first += ROWS) {
-        Vec s[ROWS * 4];
         bounds(c, first, n + c->draft.first, lo, hi);
-        scores(c->q + (h * c->rows + first) * dim / 2, keys, dim, lo, hi, s);
-        for (int r = 0; r < ROWS; r++)
+        scores(tiles, c->q + (h * c->rows + first) * dim / 2, keys, dim, s);
+        for (int r = 0; r < ROWS; r++) {
+            load_seen(own, s + r * BLOCK, lo[r], hi[r]);
             for (int j = 0; j < 4; j++)
-                given[j] = v_add(given[j], power2(v_sub(s[4 * r + j], v_set(c->weighed[h * c->rows + first + r]))));
+                given[j] = v_add(given[j], power2(v_sub(own[j], v_set(c->weighed[h * c->rows + first + r]))));
+        }
     }
+    without_tiles(tiles);
     for (int j = 0; j < 4; j++) v_store(c->out + (h * c->draft.blocks + n) * BLOCK + 16 * j, given[j]);
 }
 
