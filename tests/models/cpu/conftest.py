@@ -20,17 +20,26 @@ if library() is None:
 ON_ARM = platform.machine() == "aarch64"
 
 
-@pytest.fixture(scope="module", params=["native", "armv8-a" if ON_ARM else "x86-64-v3"])
+NO_AMX = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
+KINDS = ["native", "armv8-a" if ON_ARM else "x86-64-v3"]
+if (native := library()) is not None and b"amx" in native.fr_isa():
+    KINDS.append("without-amx")
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The kernels as compiled for this CPU, and for one that has AVX2 (on ARM: NEON) and nothing newer."""
+    """The kernels as compiled for this CPU, for one that has AVX2 (on ARM: NEON) and nothing newer, and where this one
+    has AMX for one that has not."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "native":
-            oldest = f"-march={request.param}"
+            oldest, expected = f"-march={request.param}", b"neon" if ON_ARM else b"avx2"
             flags = tuple(oldest if flag == module.THIS_CPU else flag for flag in module.FLAGS)
+            if request.param == "without-amx":
+                flags, expected = (*module.FLAGS, *NO_AMX), b"avx512_vnni"
             patch.setattr(module, "FLAGS", flags)
             patch.setenv("FORERUN_HOME", str(tmp_path_factory.mktemp("oldest")))
             library.cache_clear()
             loaded = library()
-            assert loaded is not None and loaded.fr_isa() == (b"neon" if ON_ARM else b"avx2")
+            assert loaded is not None and loaded.fr_isa() == expected
         yield
     library.cache_clear()

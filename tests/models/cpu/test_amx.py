@@ -13,9 +13,9 @@ import torch
 from forerun.models.cpu import library as module
 from forerun.models.cpu.block_linear import FORMATS, BlockLinear, set_threads
 from forerun.models.cpu.library import library
+from tests.models.cpu.conftest import NO_AMX
 from tests.models.cpu.test_block_linear import inputs, stored
 
-TILES = ("amx_tile", "amx_int8", "amx_bf16")
 COUNTS = (*range(1, 41), 300)
 
 
@@ -28,8 +28,7 @@ def by_rows(name: str, x: torch.Tensor, cut: int) -> torch.Tensor:
 @pytest.fixture
 def without_amx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The kernels as compiled for a CPU that is this one but for its tiles."""
-    flags = (*module.FLAGS, *(f"-mno-{name.replace('_', '-')}" for name in TILES))
-    monkeypatch.setattr(module, "FLAGS", flags)
+    monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, *NO_AMX))
     monkeypatch.setenv("FORERUN_HOME", str(tmp_path))
 
 
