@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +15,7 @@ from forerun.models.attention import block_keys
 from forerun.models.build import build_decoder
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.formats.checkpoint import open_checkpoint
+from tests.cpu_kinds import INSTRUCTIONS, run_with
 
 CPU = torch.device("cpu")
 IDS = torch.randint(3, 400, (700,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -123,7 +121,7 @@ def test_keys_come_in_few_shapes(context: int, keys: int):
     assert block_keys(context) == keys <= context + EXTRA_KV_SLOTS
 
 
-# In a process of its own: matrix libraries look once which instructions there are. K and V lie as they do in a pool.
+# K and V lie as they do in a pool
 ROWS_OF_CALLS = """
 import torch, torch.nn.functional as F
 from forerun.models.attention import row_limits
@@ -141,9 +139,6 @@ for dim in (16, 64, 128):
 """
 
 
-@pytest.mark.parametrize("instructions", [None, "AVX2", "AVX512"])
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
 def test_a_row_has_the_same_bits_wherever_it_stands_within_the_limits(instructions: str | None):
-    chosen = {} if instructions is None else {"MKL_ENABLE_INSTRUCTIONS": instructions}
-    if instructions == "AVX2":
-        chosen["ATEN_CPU_CAPABILITY"] = "avx2"
-    subprocess.run([sys.executable, "-c", ROWS_OF_CALLS], env=os.environ | chosen, check=True)
+    run_with(instructions, ROWS_OF_CALLS)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,7 +26,7 @@ from forerun.models.linear import (
     quantise_rows,
     range_for,
 )
-from tests.cpu_kinds import VNNI_ANSWERS, pretend
+from tests.cpu_kinds import INSTRUCTIONS, VNNI_ANSWERS, pretend, run_with
 
 KINDS: list[type[Linear]] = [Linear, PackedFloat32, PackedFloat16, PackedInt8, SpreadInt8]
 TOLERANCE = {PackedFloat16: 1e-3, PackedInt8: 0.02, SpreadInt8: 0.02}
@@ -75,7 +72,6 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: type[Linear]):
     assert torch.equal(linear(x)[0], linear(among_outliers)[0])
 
 
-# What a matrix library may choose kernels by: other CPUs have other ones. In a process of its own, since it looks once.
 ROWS_ALONE = """
 import torch
 from forerun.models.linear import Rotation, SpreadInt8
@@ -89,12 +85,9 @@ for size in (48, 64, 576, 8960):
 """
 
 
-@pytest.mark.parametrize("instructions", [None, "AVX2", "AVX512"])
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
 def test_a_row_does_not_depend_on_how_many_there_are(instructions: str | None):
-    chosen = {} if instructions is None else {"MKL_ENABLE_INSTRUCTIONS": instructions}
-    if instructions == "AVX2":
-        chosen["ATEN_CPU_CAPABILITY"] = "avx2"
-    subprocess.run([sys.executable, "-c", ROWS_ALONE], env=os.environ | chosen, check=True)
+    run_with(instructions, ROWS_ALONE)
 
 
 @pytest.mark.parametrize("kind", [PackedInt8, SpreadInt8])
