@@ -216,10 +216,12 @@ def first_token(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Name
 
 
 def mixed(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
-    """Drafted, plain, and too short to be drafted."""
+    """Drafted, plain, and too short to be drafted. vLLM's own answers may depend on what else is in the batch, so the
+    plain ones are also asked together without any other."""
     asked: list[Options] = [(None, DRAFTED)[i % 2] for i in range(len(prompts))]
     given = [ids[: 200 + 7 * i] if i % 4 == 3 else ids for i, ids in enumerate(prompts)]
     alone = [vllm.one(ids, None, args.tokens, "alone").tokens for ids in given]
+    beside_plain = vllm.ask(given[::2], [None] * len(given[::2]), args.tokens, "beside plain")
     answers = vllm.ask(given, asked, args.tokens)
     assert len(answers) == len(given) and all(len(a.tokens) == args.tokens for a in answers), "an answer is lost"
     plain = [a.tokens == own for a, own, options in zip(answers, alone, asked, strict=True) if options is None]
@@ -228,6 +230,9 @@ def mixed(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Namespace)
     return {
         "requests": len(given),
         "plain_unchanged": share(plain),
+        "plain_unchanged_without_drafted": share(
+            [a.tokens == own for a, own in zip(beside_plain, alone[::2], strict=True)]
+        ),
         "drafted": sum(label["approximate"] for label in labels),
         "fell_back_unchanged": share(back),
         "reasons": sorted({label["fell_back"] for label in labels if label["fell_back"]})[:4],
@@ -237,7 +242,7 @@ def mixed(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Namespace)
 def leak(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
     """Plain answers to prompts that were drafted just before, without a salt and under the same one."""
     found = []
-    for number, ids in enumerate(prompts):
+    for number, ids in enumerate(own[1:] for own in prompts):  # plain answers of other parts have cached the prompts
         salt = f"tenant {number}" if number % 2 else None
         drafted = vllm.one(ids, DRAFTED, args.tokens, salt)
         assert drafted.label is not None and drafted.label["approximate"], drafted.label
