@@ -25,6 +25,14 @@ STORED_RESPONSES = "/v1/responses/"
 SESSIONS = "/forerun/sessions/"
 
 
+@dataclass
+class CountedPlace:
+    """The replica at which a call counts as open. Once it has ended it counts nowhere, however late it is routed."""
+
+    replica: str = ""
+    ended: bool = False
+
+
 @dataclass(frozen=True)
 class ReplicaCall:
     scope: dict[str, Any]  # of the request, without objects of this process
@@ -34,13 +42,17 @@ class ReplicaCall:
     session: str = ""
     stored: bool = False  # it names a response that one replica has stored
     only: str = ""  # the replica that gets it, where it is still there
-    routed: list[str] = field(default_factory=list)  # replicas that have it now; stays here
+    counted: CountedPlace = field(default_factory=CountedPlace)  # stays here
+
+    def again(self) -> ReplicaCall:
+        """The same, to be sent once more."""
+        return replace(self, counted=CountedPlace())
 
     def to(self, replica: str) -> ReplicaCall:
-        return replace(self, only=replica, routed=[])
+        return replace(self.again(), only=replica)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"prompt": "", "routed": []}
+        return self.__dict__ | {"prompt": "", "counted": CountedPlace()}
 
 
 def replica_call(scope: dict[str, Any], body: bytes) -> ReplicaCall:
@@ -93,18 +105,26 @@ def known_replicas(application: str) -> list[str]:
     return _known.get(application, [])
 
 
-def count_routed(application: str, call: ReplicaCall, name: str) -> None:
-    """Called by the router of this process, when a replica has got a call."""
+def count_chosen(application: str, call: ReplicaCall, name: str) -> None:
+    """Called by the router of this process as soon as it has chosen a replica, so that the next choice knows of it, and
+    again when one has got the call: Ray may have sent it to another."""
+    place = call.counted
     with _counting:
-        call.routed.append(name)
+        if place.ended or place.replica == name:
+            return
+        if place.replica:
+            _open[application][place.replica] -= 1
+            _sent[application][place.replica] -= len(call.prompt)
+        place.replica = name
         _open[application][name] += 1
         _sent[application][name] += len(call.prompt)
 
 
 def count_ended(application: str, call: ReplicaCall) -> None:
     with _counting:
-        _open[application].subtract(call.routed)
-        call.routed.clear()
+        if call.counted.replica and not call.counted.ended:
+            _open[application][call.counted.replica] -= 1
+        call.counted.ended = True
 
 
 def replica_loads(application: str, names: Iterable[str]) -> dict[str, tuple[int, int]]:

@@ -152,7 +152,7 @@ class _ForwardedResponse:
         tries = 1 if self._call.session else MAX_TRIES
         for left in reversed(range(tries)):
             try:
-                await self._forward(self._call)
+                await self._forward(self._call.again())
                 return
             except ReplicaLost:
                 if self.begun or not left:

@@ -9,13 +9,14 @@ it is to remember lies in another.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from typing import Any
 
 from ray.serve.request_router import RequestRouter
 
-from forerun.ray.call import ReplicaCall, count_routed, order_replicas, publish_replicas, rank, replica_loads
+from forerun.ray.call import ReplicaCall, count_chosen, order_replicas, publish_replicas, rank, replica_loads
 
 _root = logging.getLogger()
 _log_handlers, _log_level = _root.handlers, _root.level
@@ -37,6 +38,7 @@ MAX_TREE_CHARS = 50_000_000  # of prompts in the prefix tree
 
 class ReplicaRouter(_Base):
     def initialize_state(self, **options: Any) -> None:
+        self._choosing = asyncio.Lock()
         if PREFIX_AWARE:
             super().initialize_state(
                 do_eviction=True,
@@ -65,11 +67,17 @@ class ReplicaRouter(_Base):
             return [list(by_name.values())]
         if call.only in by_name:
             return [[by_name[call.only]]]
+        application = self._deployment_id.app_name
         if call.session:
-            return [[by_name[rank(call.session, list(by_name))[0]]]]
-        holders, shared = await self._holders(call.prompt, by_name)
-        loads = replica_loads(self._deployment_id.app_name, by_name)
-        return [[by_name[name]] for name in order_replicas(loads, holders, shared)]
+            chosen = rank(call.session, list(by_name))[:1]
+            count_chosen(application, call, chosen[0])
+        else:
+            async with self._choosing:  # of requests that come at once, each knows where those before it went
+                holders, shared = await self._holders(call.prompt, by_name)
+                chosen = order_replicas(replica_loads(application, by_name), holders, shared)
+                self._remember(call, by_name[chosen[0]].replica_id)
+                count_chosen(application, call, chosen[0])
+        return [[by_name[name]] for name in chosen]
 
     async def _holders(self, prompt: str, by_name: dict[str, Any]) -> tuple[list[str], int]:
         """Replicas that hold most of a prompt, and how many of its characters."""
@@ -83,8 +91,14 @@ class ReplicaRouter(_Base):
         call = _call_of(pending_request)
         if call is None or call.only:
             return
-        count_routed(self._deployment_id.app_name, call, replica_id.unique_id)
-        if PREFIX_AWARE and call.prompt and not call.session:  # in order: the next request finds it
+        if call.counted.replica == replica_id.unique_id:
+            return
+        count_chosen(self._deployment_id.app_name, call, replica_id.unique_id)
+        self._remember(call, replica_id)
+
+    def _remember(self, call: ReplicaCall, replica_id: Any) -> None:
+        """That a replica gets this prompt. In order: the next question to the tree finds it."""
+        if PREFIX_AWARE and call.prompt and not call.session:
             self._tree_actor.insert.remote(call.prompt, replica_id.to_full_id_str(), time.time())
 
 

@@ -29,7 +29,7 @@ from forerun_research.bench.load_replica import ReplicaCosts
 from forerun_research.bench.load_served import served_beside
 from forerun_research.bench.load_simulation import SimulatedSetup, simulate
 from forerun_research.bench.load_targets import EndpointTarget, LibraryTarget, Messages, ReplayedAnswer
-from forerun_research.bench.load_trace import TraceRequest, TraceTexts, with_lengths
+from forerun_research.bench.load_trace import TraceRequest, TraceTexts, turn_tokens
 from forerun_research.bench.sides import PARENT_GONE
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
@@ -89,10 +89,11 @@ def simulated_figures(
     setup: SimulatedSetup,
     costs: ReplicaCosts | Mapping[int, ReplicaCosts],
     price_per_hour: float = 0.0,
+    turns: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
     """The same of so many replicas: means of simulations that differ in which steps happened to be slow."""
     draws = [replace(setup, draw=draw) for draw in range(DRAWS)]
-    return _mean_of([figures(trace, simulate(trace, own, costs), price_per_hour) for own in draws])
+    return _mean_of([figures(trace, simulate(trace, own, costs, turns), price_per_hour) for own in draws])
 
 
 def _mean_of(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -161,7 +162,7 @@ def run_simulation(
     with LLM(setup.model, dtype=setup.dtype, device=setup.device, threads=setup.threads, quiet=True) as llm:
         cache_tokens = setup.kv_cache_tokens or llm.engine.config.capacity
         texts = _texts(llm.encode)
-        known = {name: with_lengths(trace, texts, llm.encode) for name, trace in traces.items()}
+        turns = {name: turn_tokens(trace, texts, llm.encode) for name, trace in traces.items()}
         alone = None if cores else asyncio.run(measured_costs(LibraryTarget(llm, speculation="off"), texts))
     costs = (
         {1: alone} if alone is not None else {n: _beside(setup, n, threads) for n in together(counts, cores, threads)}
@@ -169,11 +170,11 @@ def run_simulation(
     result: dict[str, Any] = {"bench": "load simulation", "model": setup.model, "url": None}
     result["costs"] = {count: asdict(own) for count, own in costs.items()}
     result |= {"price_per_hour": setup.price_per_hour, "runs": {}}
-    for name, trace in known.items():
+    for name, trace in traces.items():
         for count in counts:
             made = SimulatedSetup(count, cores or float(count * threads), threads, cache_tokens)
             price, own = setup.price_per_hour * (1 if cores else count), costs if alone is None else alone
-            result["runs"][f"{name} x{count}"] = simulated_figures(trace, made, own, price)
+            result["runs"][f"{name} x{count}"] = simulated_figures(trace, made, own, price, turns[name])
     result["hardware"] = common.hardware(threads)
     return result
 

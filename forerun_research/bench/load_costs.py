@@ -2,15 +2,16 @@
 
 Short answers alone, two and sixteen at once give the cost of a step and of each answer in it, one and sixteen after
 documents that are cached the cost of attention, and first tokens after documents of several lengths that of prompts.
-What a question takes beside an answer of the same replica, more than the simulation says, is the cost of taking it in
-beside steps. By how much the gaps of one answer differ, steps do. All that lies between a client and the engine is
-part of it. Replicas that share a machine take cores, memory's bandwidth and the front's time from each other: their
-costs are measured with all of them asked at once, each about a document of its own, which keeps its questions there.
-Knows no trace that is simulated later.
+A question after a rest costs more by what waking up takes. What a question takes beside an answer of the same replica,
+more than the simulation says, is the cost of taking it in beside steps. By how much the gaps of one answer differ,
+steps do. All that lies between a client and the engine is part of it. Replicas that share a machine take cores,
+memory's bandwidth and the front's time from each other: their costs are measured with all of them asked at once, each
+about a document of its own, which keeps its questions there. Knows no trace that is simulated later.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
@@ -20,7 +21,7 @@ import numpy as np
 
 from forerun.errors import ForerunError
 from forerun_research.bench.load_replay import replay
-from forerun_research.bench.load_replica import MAX_PIECE_TOKENS, NEAR_TOKENS, ReplicaCosts
+from forerun_research.bench.load_replica import MAX_PIECE_TOKENS, NEAR_TOKENS, RESTED_S, ReplicaCosts
 from forerun_research.bench.load_simulation import SimulatedSetup, simulate
 from forerun_research.bench.load_targets import LoadTarget, ReplayedAnswer
 from forerun_research.bench.load_trace import TraceRequest, TraceTexts
@@ -53,6 +54,7 @@ class Probes:
     two: list[Round]  # brief ones, two at a replica
     many: list[Round]  # brief ones, ROWS at a replica
     attending: list[Round]  # about whole documents, ROWS at a replica
+    rested: list[Round]  # as in `middle`, each after a rest
     beside: list[Round]  # at each replica an answer, and QUESTIONS about its document meanwhile: those of all come last
 
     def with_later(self, later: Probes) -> Probes:
@@ -89,17 +91,18 @@ async def probed(target: LoadTarget, texts: TraceTexts, busy: int = 1, time: int
     each = range(busy)
     await ask(each, ANSWER_TOKENS, BRIEF)  # at the same time, so that each goes to another replica and is kept there
     brief = [await ask(each, ANSWER_TOKENS, BRIEF) for _ in range(TRIES)]
-    longer, known = [], {}
-    for length in (MIDDLE, WHOLE):
-        longer.append(await ask(each, 2, length))
-        known[length] = [await ask(each, ANSWER_TOKENS, length) for _ in range(TRIES)]
-    two = [await ask([*each] * 2, ANSWER_TOKENS, BRIEF) for _ in range(TRIES)]
-    many, attending = [await ask([*each] * ROWS, ROW_TOKENS, length) for length in (BRIEF, WHOLE)]
-    apart = 4 * max(answer.first_s for own in known[MIDDLE] for answer in own)  # one has ended when the next one comes
+    longer = [await ask(each, 2, MIDDLE)]
+    middle = [await ask(each, ANSWER_TOKENS, MIDDLE) for _ in range(TRIES)]
+    rested = [await answered(requests(each, 2, MIDDLE, RESTED_S)) for _ in range(TRIES)]
+    apart = 4 * max(answer.first_s for own in middle for answer in own)  # one has ended when the next one comes
     questions = [own for i in range(QUESTIONS) for own in requests(each, 2, MIDDLE, (i + 0.5) * apart)]
     beside = await answered(requests(each, 2 * ROW_TOKENS, MIDDLE) + questions)
+    longer.append(await ask(each, 2, WHOLE))
+    warm = [await ask(each, ANSWER_TOKENS, WHOLE) for _ in range(TRIES)]
+    two = [await ask([*each] * 2, ANSWER_TOKENS, BRIEF) for _ in range(TRIES)]
+    many, attending = [await ask([*each] * ROWS, ROW_TOKENS, length) for length in (BRIEF, WHOLE)]
     brief += [await ask(each, ANSWER_TOKENS, BRIEF) for _ in range(TRIES)]  # again: machines change in a minute
-    return Probes(busy, brief, longer, known[MIDDLE], known[WHOLE], two, [many], [attending], [beside])
+    return Probes(busy, brief, longer, middle, warm, two, [many], [attending], rested, [beside])
 
 
 def solved(probes: Probes) -> ReplicaCosts:
@@ -108,12 +111,18 @@ def solved(probes: Probes) -> ReplicaCosts:
     together = ((2, probes.two), (ROWS, probes.many), (ROWS, probes.attending))
     steps = [_answers_step(1, own) for own in alone] + [_answers_step(n, own) for n, own in together]
     step, row, several, near, far, each = _least_squares(steps)
-    first = [_first_token(own, step + several) for own in alone]
-    first += [_first_token([answers], step + several) for answers in probes.longer]
-    request, encode, token, attention = _least_squares(first)
+    costs = ReplicaCosts(step, row, 0.0, 0.0, each, 0.0, 0.0, several, near, far)
+    lines = [_first_token(own, costs) for own in alone] + [_first_token([own], costs) for own in probes.longer]
+    request, encode, token, attention = _least_squares(lines)
+    costs = replace(costs, request_s=request, encode_s=encode, prompt_token_s=token, attention_s=attention)
     spread = _spread([answers for own in alone for answers in own])
-    costs = ReplicaCosts(step, row, token, attention, each, encode, request, several, near, far)
+    costs = replace(costs, wake_s=_wake_s(probes))
     return replace(_with_intake(costs, probes), spread=spread)
+
+
+def _wake_s(probes: Probes) -> float:
+    rested, middle = (median(a.first_s for own in rounds for a in own) for rounds in (probes.rested, probes.middle))
+    return max(0.0, rested - middle)
 
 
 def _with_intake(costs: ReplicaCosts, probes: Probes) -> ReplicaCosts:
@@ -167,13 +176,14 @@ def _spread(rounds: Sequence[Round]) -> tuple[float, ...]:
     return tuple(float(part.mean()) for part in np.array_split(seconds, SPREAD) if len(part)) or (0.0,)
 
 
-def _first_token(rounds: list[Round], step: float) -> Line:
-    """Of prompts alone at their replicas, without the steps that their pieces are."""
+def _first_token(rounds: list[Round], costs: ReplicaCosts) -> Line:
+    """Of prompts alone at their replicas, without the steps that their pieces are and the K/V that those read."""
     answers = [a for own in rounds for a in own]
     prompt, cached = (mean(getattr(a, name) for a in answers) for name in ("prompt_tokens", "cached_tokens"))
     new = prompt - cached
-    pieces = -(-new // MAX_PIECE_TOKENS)
-    return (1.0, prompt, new, new * (cached + new / 2)), median(a.first_s for a in answers) - step * pieces
+    before = [cached + i * MAX_PIECE_TOKENS for i in range(math.ceil(new / MAX_PIECE_TOKENS))]
+    pieces_s = sum(costs.step_s + costs.several_s + costs.reading_s(tokens) for tokens in before)
+    return (1.0, prompt, new, new * (cached + new / 2)), median(a.first_s for a in answers) - pieces_s
 
 
 def _least_squares(found: Sequence[Line]) -> list[float]:

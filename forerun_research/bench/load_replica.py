@@ -2,8 +2,7 @@
 take as long as measured costs say.
 
 So which prompts a step has, how long their pieces are, which wait and what is cached are the engine's rules,
-not a picture of them. Tokens are numbers: those of a document are the same in all of its prompts, all others are new.
-Knows no clock, no other replica and no router.
+not a picture of them. Knows no clock, no other replica and no router.
 """
 
 from __future__ import annotations
@@ -32,6 +31,8 @@ PAGE_TOKENS = 16
 TIMED_ROWS = 16  # answers from whose steps the pacer starts
 LEAST_SHARE = 0.5  # of what such steps take on average: none takes less
 NEAR_TOKENS = 832  # of a text: reading K/V of what lies beyond them may cost more, as caches do not hold it
+RESTED_S = 1.0  # without a request: after so long waking up takes all that it does
+FIRST_NUMBER = 1 << 24  # of made-up tokens: no vocabulary is as large
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,10 @@ class ReplicaCosts:
     encode_s: float = 0.0  # template and tokenizer, for each token of a prompt
     request_s: float = 0.0  # of each request, before its first step
     several_s: float = 0.0  # of a step that runs more than one token, of answers or prompts: kernels are others then
-    near_attention_s: float = 0.0  # of all answers about one text together, for each token that some of them attend to
-    far_attention_s: float = 0.0  # the same, for those beyond NEAR_TOKENS of the text
+    # Of all that attend to one text in a step together, for each computed token of it: reading its K/V
+    near_attention_s: float = 0.0
+    far_attention_s: float = 0.0  # the same, for tokens beyond NEAR_TOKENS of the text
+    wake_s: float = 0.0  # of a request that comes to a replica after a rest
     # How much longer steps take while a request is taken in, and that beside steps: both are Python of one process
     intake_factor: float = 1.0
     spread: tuple[float, ...] = (0.0,)  # by which steps differ from their mean, long ones by no more than short ones
@@ -68,6 +71,10 @@ class ReplicaCosts:
         values["intake_factor"] = self.intake_factor
         return ReplicaCosts(**values, spread=tuple(factor * seconds for seconds in self.spread))
 
+    def reading_s(self, tokens: float) -> float:
+        """Reading K/V of so many tokens of one text."""
+        return self.near_attention_s * min(tokens, NEAR_TOKENS) + self.far_attention_s * max(0.0, tokens - NEAR_TOKENS)
+
     @classmethod
     def _seconds(cls) -> list[str]:
         return [f.name for f in fields(cls) if f.name.endswith("_s")]
@@ -86,36 +93,37 @@ class StepParts:
 
     rows: int = 0  # answers, one token each
     contexts: int = 0  # tokens before those, over all of them
-    near: int = 0  # tokens that some of them attend to, the first NEAR_TOKENS of each
-    far: int = 0  # and those beyond
     tokens: int = 0  # of prompts
     attended: float = 0.0  # tokens before those, over all of them
+    near: int = 0  # computed tokens that some of all attend to, of the first NEAR_TOKENS of their texts
+    far: int = 0  # and of those beyond
 
     @classmethod
     def of(cls, batch: list[ScheduledSequence]) -> StepParts:
         answers, prompts = [s for s in batch if s.decodes], [s for s in batch if not s.decodes]
+        read = [s.seq.pages[: -(-s.seq.computed // PAGE_TOKENS)] for s in batch]
         cut = NEAR_TOKENS // PAGE_TOKENS
         return cls(
             len(answers),
             sum(s.seq.computed for s in answers),
-            PAGE_TOKENS * len({page for s in answers for page in s.seq.pages[:cut]}),
-            PAGE_TOKENS * len({page for s in answers for page in s.seq.pages[cut:]}),
             sum(s.count for s in prompts),
             sum(s.count * (s.seq.computed + s.count / 2) for s in prompts),
+            PAGE_TOKENS * len({page for pages in read for page in pages[:cut]}),
+            PAGE_TOKENS * len({page for pages in read for page in pages[cut:]}),
         )
 
     def seconds(self, costs: ReplicaCosts) -> float:
         answers = costs.row_s * self.rows + costs.answer_attention_s * self.contexts
-        answers += costs.near_attention_s * self.near + costs.far_attention_s * self.far
-        answers += costs.several_s * (self.rows + self.tokens > 1)
-        return costs.step_s + answers + costs.prompt_token_s * self.tokens + costs.attention_s * self.attended
+        prompts = costs.prompt_token_s * self.tokens + costs.attention_s * self.attended
+        read = costs.near_attention_s * self.near + costs.far_attention_s * self.far
+        return costs.step_s + answers + prompts + read + costs.several_s * (self.rows + self.tokens > 1)
 
 
 class TokenNumbers:
-    """Prompts as numbers, of all replicas together."""
+    """Made-up tokens, of all replicas together."""
 
     def __init__(self) -> None:
-        self._next = count()
+        self._next = count(FIRST_NUMBER)
         self._documents: dict[str, list[int]] = defaultdict(list)
 
     def new(self, length: int) -> list[int]:
@@ -149,6 +157,7 @@ class SimulatedReplica:
         self.parts = StepParts()  # of that step
         self.left = 0.0  # of that step, as a share of it; 0: none runs
         self._began = 0.0
+        self.ended = -RESTED_S  # when the last step did
         self.unanswered = 0  # requests that were sent here, those that are being encoded too
         self.sent = 0  # tokens of their prompts
         self.routed: dict[str, int] = {}  # tokens of texts that were sent here, as the router knows them
@@ -180,7 +189,7 @@ class SimulatedReplica:
 
     def finish_step(self, now: float, numbers: TokenNumbers) -> list[tuple[ReplayedAnswer, list[int]]]:
         """Answers that ended with it, and all of their tokens."""
-        self.left, ended = 0.0, []
+        self.left, self.ended, ended = 0.0, now, []
         for scheduled in self._batch:
             seq, samples = scheduled.seq, scheduled.samples
             seq.computed += scheduled.count

@@ -2,9 +2,10 @@
 
 The model: a replica computes steps, which the engine's own scheduler fills (`load_replica`). A step takes `step_s`,
 `row_s` for each answer in it, `prompt_token_s` for each prompt token, `several_s` where these are more than one token,
-and for all of them attention over what comes before, of which answers share what they have in common. No two steps
-take the same time: each is as much slower or faster than that as one of those measured was. A prompt waits until its
-request is taken in, which slows the replica's steps as they slow it. A request is routed by the front's own rule.
+for all of them attention over what comes before, and for each text reading its K/V once, however many attend to it. No
+two steps take the same time: each is as much slower or faster than that as one of those measured was. A prompt waits
+until its request is taken in, which slows the replica's steps as they slow it, and takes `wake_s` more after a rest. A
+request is routed by the front's own rule.
 Replicas on one machine slow each other down: costs are those of as many as compute at that moment, between numbers that
 were measured by a straight line; with more than there are cores, those that only decode are held up by their like
 alone. Drafts of tokens are not modelled: plain decoding. Knows no engine; `load_costs` measures one.
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from forerun.ray.call import order_replicas
-from forerun_research.bench.load_replica import ReplicaCosts, SimulatedReplica, TokenNumbers
+from forerun_research.bench.load_replica import RESTED_S, ReplicaCosts, SimulatedReplica, TokenNumbers
 from forerun_research.bench.load_targets import ReplayedAnswer
 from forerun_research.bench.load_trace import CHARS_PER_TOKEN, TraceRequest
 
@@ -58,11 +59,15 @@ class SimulatedSetup:
 
 
 def simulate(
-    trace: Sequence[TraceRequest], setup: SimulatedSetup, costs: ReplicaCosts | Mapping[int, ReplicaCosts]
+    trace: Sequence[TraceRequest],
+    setup: SimulatedSetup,
+    costs: ReplicaCosts | Mapping[int, ReplicaCosts],
+    turns: Sequence[Sequence[int]] | None = None,
 ) -> list[ReplayedAnswer]:
     """All answers with times of the simulation, in the trace's order. `costs`: of one replica, or by the number of
-    replicas that compute at the same time on one machine; then they say all that sharing it costs."""
-    return _Simulation(trace, setup, costs).run()
+    replicas that compute at the same time on one machine; then they say all that sharing it costs. `turns`: the tokens
+    that each request adds to its session; without them made-up ones, as many as the trace says."""
+    return _Simulation(trace, setup, costs, turns).run()
 
 
 @dataclass
@@ -77,7 +82,11 @@ class _Intake:
 
 class _Simulation:
     def __init__(
-        self, trace: Sequence[TraceRequest], setup: SimulatedSetup, costs: ReplicaCosts | Mapping[int, ReplicaCosts]
+        self,
+        trace: Sequence[TraceRequest],
+        setup: SimulatedSetup,
+        costs: ReplicaCosts | Mapping[int, ReplicaCosts],
+        turns: Sequence[Sequence[int]] | None,
     ) -> None:
         self.trace, self.setup = trace, setup
         self.shared = not isinstance(costs, ReplicaCosts)
@@ -86,15 +95,21 @@ class _Simulation:
         first, limits = self.costs.of(1), (setup.cache_tokens, setup.max_running, setup.draw)
         self.replicas = [SimulatedReplica(f"{i:04d}", first, *limits) for i in range(setup.replicas)]
         self.numbers = TokenNumbers()
+        self.turns = [self._made_up(request) for request in trace] if turns is None else turns
         self.history: dict[str, list[int]] = defaultdict(list)  # tokens of a session so far
-        self.turns: dict[str, list[int]] = defaultdict(list)
+        self.sessions: dict[str, list[int]] = defaultdict(list)  # numbers of their requests
         for number in range(len(trace)):
-            self.turns[self._session(number)].append(number)
-        self.due = [(trace[numbers[0]].arrival_s, numbers[0]) for numbers in self.turns.values()]
+            self.sessions[self._session(number)].append(number)
+        self.due = [(trace[numbers[0]].arrival_s, numbers[0]) for numbers in self.sessions.values()]
         self.intakes: list[_Intake] = []
 
     def _session(self, number: int) -> str:
         return self.trace[number].session or f"\0{number}"
+
+    def _made_up(self, request: TraceRequest) -> list[int]:
+        """Those of a document are the same in all of its prompts, all others are new."""
+        shared = max(0, request.prompt_tokens - request.question_tokens) if request.document is not None else 0
+        return self.numbers.document(request.document or "", shared) + self.numbers.new(request.prompt_tokens - shared)
 
     def run(self) -> list[ReplayedAnswer]:
         now, running = 0.0, list[SimulatedReplica]()
@@ -152,17 +167,17 @@ class _Simulation:
     def _arrive(self, number: int, now: float) -> None:
         request, answer, session = self.trace[number], self.answers[number], self._session(number)
         replica = self._route(number)
-        shared = max(0, request.prompt_tokens - request.question_tokens) if request.document is not None else 0
-        prompt = self.history[session] + self.numbers.document(request.document or "", shared)
-        prompt += self.numbers.new(request.prompt_tokens - shared)
+        prompt = [*self.history[session], *self.turns[number]]
         answer.sent, answer.prompt_tokens, answer.completion_tokens = now, len(prompt), request.max_tokens
         costs = self._costs(replica, [own for own in self.replicas if own.left > 0])
-        self.intakes.append(_Intake(costs.request_s + costs.encode_s * len(prompt), number, prompt, replica))
+        rested_s = 0.0 if replica.unanswered else min(RESTED_S, now - replica.ended)
+        taken_s = costs.request_s + costs.encode_s * len(prompt) + costs.wake_s * rested_s / RESTED_S
+        self.intakes.append(_Intake(taken_s, number, prompt, replica))
         replica.routed[session] = len(prompt)
         replica.sent += len(prompt)
         replica.unanswered += 1
         if request.document is not None:
-            replica.routed[request.document] = request.prompt_tokens
+            replica.routed[request.document] = len(prompt)
 
     def _route(self, number: int) -> SimulatedReplica:
         """As the front does."""
@@ -177,6 +192,6 @@ class _Simulation:
         session = self._session(answer.number)
         self.history[session] = tokens
         replica.unanswered -= 1
-        later = [number for number in self.turns[session] if number > answer.number]
+        later = [number for number in self.sessions[session] if number > answer.number]
         if later:
             self.due.append((max(now, self.trace[later[0]].arrival_s), later[0]))

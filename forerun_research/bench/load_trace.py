@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -185,23 +185,20 @@ class TraceTexts:
         return text[: max(0, int(tokens * self._chars_per_token))]
 
 
-def with_lengths(
+def turn_tokens(
     trace: Sequence[TraceRequest], texts: TraceTexts, encode: Callable[[Messages], list[int]]
-) -> list[TraceRequest]:
-    """The same requests with the tokens that their texts really have, template included; a later turn's are those that
-    come after the answer before it."""
+) -> list[list[int]]:
+    """The tokens that each request really adds to its session, template included; a later turn's are those that come
+    after the answer before it."""
     begun: dict[str, Messages] = {}
     found = []
     for number, request in enumerate(trace):
         asked, session = texts.user_message(number, request), request.session or f"\0{number}"
         if session in begun:
             before = begun[session]
-            added = len(encode([*before, {"role": "assistant", "content": "A"}, asked])) - len(encode(before)) - 1
-            found.append(replace(request, prompt_tokens=added, question_tokens=added))
+            answered = [*before, {"role": "assistant", "content": "A"}]
+            found.append(encode([*answered, asked])[len(encode(before)) + 1 :])
             continue
         begun[session] = [asked]
-        own, other = encode([asked]), encode([texts.user_message(number + len(trace), request)])
-        unequal = (i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b)
-        shared = 0 if request.document is None else next(unequal, 0)
-        found.append(replace(request, prompt_tokens=len(own), question_tokens=len(own) - shared))
+        found.append(encode([asked]))
     return found

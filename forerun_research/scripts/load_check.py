@@ -30,7 +30,7 @@ from forerun_research.bench.load_replay import replay
 from forerun_research.bench.load_served import served
 from forerun_research.bench.load_simulation import SimulatedSetup
 from forerun_research.bench.load_targets import EndpointTarget, ReplayedAnswer
-from forerun_research.bench.load_trace import TraceRequest, TraceTexts, named_trace, with_lengths
+from forerun_research.bench.load_trace import TraceRequest, TraceTexts, named_trace, turn_tokens
 
 WITHIN = 0.15
 
@@ -42,7 +42,8 @@ class MeasuredRun:
     name: str  # of the trace
     replicas: int
     cores: float
-    trace: list[TraceRequest]  # with the tokens that its texts have
+    trace: list[TraceRequest]
+    turns: list[list[int]]  # tokens of its texts
     probes: dict[int, Probes]  # by the number of replicas that were asked at once
     answers: list[list[ReplayedAnswer]]  # of each replay
 
@@ -51,7 +52,7 @@ class MeasuredRun:
 
     def simulated(self) -> dict[str, Any]:
         costs = {count: solved(own) for count, own in self.probes.items()}
-        return simulated_figures(self.trace, SimulatedSetup(self.replicas, self.cores, 1), costs)
+        return simulated_figures(self.trace, SimulatedSetup(self.replicas, self.cores, 1), costs, turns=self.turns)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -86,10 +87,10 @@ def measured(model: str, replicas: int, names: list[str], cores: float, runs: in
         found = []
         for at, name in enumerate(names):
             own = [numbered(named_trace(name), runs * at + run) for run in range(runs)]
-            known, answers = with_lengths(own[0], TraceTexts(), encode), list[list[ReplayedAnswer]]()
+            turns, answers = turn_tokens(own[0], TraceTexts(), encode), list[list[ReplayedAnswer]]()
             for run, trace in enumerate(own):
                 answers.append(asyncio.run(replay(target, trace, TraceTexts(), (runs * at + run) * len(trace))))
-            found.append(MeasuredRun(name, replicas, cores, known, {}, answers))
+            found.append(MeasuredRun(name, replicas, cores, own[0], turns, {}, answers))
         for count in counts:
             probes[count] = probes[count].with_later(asyncio.run(probed(target, TraceTexts(), count, 1)))
     return [replace(run, probes=probes) for run in found]

@@ -12,8 +12,8 @@ import pytest
 from forerun.ray.call import (
     MAX_ROUTING_CHARS,
     ReplicaCall,
+    count_chosen,
     count_ended,
-    count_routed,
     order_replicas,
     rank,
     replica_call,
@@ -103,11 +103,14 @@ def test_what_a_replica_holds_is_weighed_against_its_load():
 
 def test_calls_are_counted_at_their_replica_until_they_end():
     first, second = made(user("Why?")), made(user("Why?"))
-    for call, name in ((first, "a"), (second, "b"), (second, "a")):  # the second was sent again
-        count_routed("tested", call, name)
+    for call, name in ((first, "a"), (second, "b"), (second, "b"), (second, "a")):  # the second was sent to another
+        count_chosen("tested", call, name)
     chars = len(first.prompt)
-    assert replica_loads("tested", "abc") == {"a": (2, 2 * chars), "b": (1, chars), "c": (0, 0)}
+    assert replica_loads("tested", "abc") == {"a": (2, 2 * chars), "b": (0, 0), "c": (0, 0)}
     count_ended("tested", second)
     count_ended("tested", second)
-    assert replica_loads("tested", "ab") == {"a": (1, 2 * chars), "b": (0, chars)}
-    assert pickle.loads(pickle.dumps(first)).routed == [] and first.to("b").routed == []
+    count_chosen("tested", second, "b")  # its client has left while it was routed
+    assert replica_loads("tested", "ab") == {"a": (1, 2 * chars), "b": (0, 0)}
+    count_chosen("tested", second.again(), "b")
+    assert replica_loads("tested", "ab") == {"a": (1, 2 * chars), "b": (1, chars)}
+    assert not pickle.loads(pickle.dumps(first)).counted.replica and not first.to("b").counted.replica

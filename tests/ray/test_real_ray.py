@@ -80,6 +80,35 @@ def test_second_questions_reach_the_replica_that_holds_the_document(served: tupl
     assert len(answered) == 2 and all(float(line.split()[-1]) >= 4 for line in answered)  # both have documents
 
 
+def answered(made: Running) -> list[float]:
+    """By each replica."""
+    lines = [line for line in made.get("/metrics").text.splitlines() if line.startswith("forerun_answers_total{")]
+    return [sum(float(line.split()[-1]) for line in lines if name in line) for name in known_replicas(APPLICATION)]
+
+
+async def at_once(made: Running, texts: list[str]) -> list[float]:
+    """How many of these prompts, sent at the same moment, each replica answered."""
+    before = answered(made)
+    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=64), timeout=120) as client:
+        asked = (ASKED | {"messages": [{"role": "user", "content": text}]} for text in texts)
+        found = await asyncio.gather(*(client.post(made.url + CHAT, json=body) for body in asked))
+    assert not [response.text for response in found if response.status_code != 200]
+    return [now - then for now, then in zip(answered(made), before, strict=True)]
+
+
+async def test_requests_that_come_at_once_are_spread_evenly(served: tuple[Running, ReplicaService]):
+    shares = await at_once(served[0], [document(100 + number) for number in range(16)])
+    assert sorted(shares) == [8, 8]
+
+
+async def test_questions_about_one_new_document_that_come_at_once_go_to_one_replica(
+    served: tuple[Running, ReplicaService],
+):
+    long = "The ship and the sea. " * 180  # as long as is worth three more open requests
+    shares = await at_once(served[0], [f"{long} Question {number}?" for number in range(4)])
+    assert sorted(shares) == [0, 4]
+
+
 def test_sessions_stay_and_are_listed(served: tuple[Running, ReplicaService]):
     made, _ = served
     for turn in (1, 2, 3):

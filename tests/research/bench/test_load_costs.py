@@ -30,7 +30,7 @@ TIMES = (
     ("step_s", 0.1), ("row_s", 0.1), ("prompt_token_s", 0.1), ("attention_s", 0.2), ("answer_attention_s", 0.3),
     ("several_s", 0.1), ("near_attention_s", 0.3), ("far_attention_s", 0.1),
 )  # fmt: skip
-ROUND_S = 1000.0  # between two rounds of probes
+PAUSE_S = 0.001  # between two rounds of probes
 
 
 class SimulatedProbes:
@@ -39,12 +39,13 @@ class SimulatedProbes:
     def __init__(self, busy: int, costs: dict[int, ReplicaCosts]) -> None:
         self.setup, self.costs = SimulatedSetup(busy, busy), costs
         self.trace: list[TraceRequest] = []
-        self.rounds = 0
+        self.now = 0.0
 
     async def replay(self, target: object, trace: list[TraceRequest], *_: object) -> list[ReplayedAnswer]:
-        self.rounds += 1
-        self.trace += [replace(own, arrival_s=own.arrival_s + self.rounds * ROUND_S) for own in trace]
-        return simulate(self.trace, self.setup, self.costs)[-len(trace) :]
+        self.trace += [replace(own, arrival_s=own.arrival_s + self.now) for own in trace]
+        found = simulate(self.trace, self.setup, self.costs)
+        self.now = max(answer.token_times[-1] for answer in found) + PAUSE_S
+        return found[-len(trace) :]
 
     async def costs_found(self, monkeypatch: pytest.MonkeyPatch) -> ReplicaCosts:
         monkeypatch.setattr(load_costs, "replay", self.replay)
@@ -57,7 +58,7 @@ async def test_the_costs_of_simulated_replicas_are_found_again(busy: int, monkey
     probes = SimulatedProbes(busy, {1: KNOWN, 2: slower})
     found = await probes.costs_found(monkeypatch)
     known = KNOWN if busy == 1 else slower
-    assert len(probes.trace) == busy * (1 + 6 * TRIES + 2 + 2 * ROWS + 1 + QUESTIONS)
+    assert len(probes.trace) == busy * (1 + 7 * TRIES + 2 + 2 * ROWS + 1 + QUESTIONS)
     assert {request.prompt_tokens for request in probes.trace} == {BRIEF, MIDDLE, WHOLE}
     for name, within in TIMES:
         assert getattr(found, name) == pytest.approx(getattr(known, name), rel=within), name
@@ -68,6 +69,13 @@ async def test_the_costs_of_simulated_replicas_are_found_again(busy: int, monkey
 async def test_how_intake_slows_steps_is_found_again(factor: float, monkeypatch: pytest.MonkeyPatch):
     found = await SimulatedProbes(1, {1: replace(KNOWN, intake_factor=factor)}).costs_found(monkeypatch)
     assert found.intake_factor == pytest.approx(factor, abs=0.21)
+
+
+@pytest.mark.parametrize("wake_s", [0.0, 0.02])
+async def test_what_waking_up_takes_is_found_again(wake_s: float, monkeypatch: pytest.MonkeyPatch):
+    found = await SimulatedProbes(1, {1: replace(KNOWN, wake_s=wake_s)}).costs_found(monkeypatch)
+    assert found.wake_s == pytest.approx(wake_s, abs=0.001)
+    assert found.request_s == pytest.approx(KNOWN.request_s, rel=0.3)  # rounds after each other have no rest
 
 
 async def test_costs_that_are_nothing_are_found_as_nothing(monkeypatch: pytest.MonkeyPatch):

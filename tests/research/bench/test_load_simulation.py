@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from forerun_research.bench.load import DRAWS, figures, simulated_figures, together
 from forerun_research.bench.load_replica import MAX_PIECE_TOKENS, NEAR_TOKENS, ReplicaCosts
 from forerun_research.bench.load_simulation import SharedCosts, SimulatedSetup, simulate
-from forerun_research.bench.load_trace import SHIPPED, TraceRequest, TraceTexts, poisson, with_lengths
+from forerun_research.bench.load_trace import SHIPPED, TraceRequest, TraceTexts, poisson, turn_tokens
 
 COSTS = ReplicaCosts(step_s=0.01, row_s=0.001, prompt_token_s=0.0001, attention_s=0.0)
 
@@ -120,19 +121,50 @@ def test_a_prompt_waits_while_another_computes_its_document():
     assert second.cached_tokens == 1968 and second.first_s < first.first_s
 
 
-def test_lengths_are_those_of_the_texts():
-    def encode(messages: list[dict[str, Any]]) -> list[int]:
-        """A token for each word, and two around each message."""
-        return [hash(part) for m in messages for part in (m["role"], *m["content"].split(), "end")]
+def encode(messages: list[dict[str, Any]]) -> list[int]:
+    """A token for each word, and two around each message."""
+    return [zlib.crc32(part.encode()) % 50_000 for m in messages for part in (m["role"], *m["content"].split(), "end")]
 
+
+def test_turns_have_the_tokens_of_their_texts():
     trace = [one(prompt_tokens=500, document="a", session="s"), one(session="s", arrival_s=3.0), one()]
-    first, later, alone = with_lengths(trace, TraceTexts(), encode)
-    text = TraceTexts().user_message(0, trace[0])["content"]
-    assert first.prompt_tokens == len(text.split()) + 2
-    question = len(text.rpartition("\n\n")[2].split())
-    assert first.question_tokens == question + 1  # and what closes the message
-    assert later.prompt_tokens == later.question_tokens == 2 + question + 2  # and what surrounds the answer
-    assert alone.prompt_tokens == alone.question_tokens == question + 2
+    first, later, alone = turn_tokens(trace, TraceTexts(), encode)
+    texts = [TraceTexts().user_message(number, request) for number, request in enumerate(trace)]
+    assert first == encode([texts[0]]) and alone == encode([texts[2]])
+    assert later == encode([{"role": "assistant", "content": "A"}, texts[1]])[1:]  # the answer, what ends it, the turn
+
+
+def test_what_texts_have_in_common_is_cached_and_prompts_are_as_long_as_they():
+    trace = [one(prompt_tokens=500, document="a", session=f"s{i}", arrival_s=9.0 * i) for i in range(3)]
+    trace += [one(session="s2", arrival_s=30.0), one(prompt_tokens=500, document="b", arrival_s=40.0)]
+    turns = turn_tokens(trace, TraceTexts(), encode)
+    answers = simulate(trace, SimulatedSetup(1, 1), COSTS, turns)
+    lengths = [len(turn) for turn in turns]
+    assert [a.prompt_tokens for a in answers] == [*lengths[:3], lengths[2] + 5 + lengths[3], lengths[4]]
+    shared = next(i for i, (a, b) in enumerate(zip(turns[0], turns[1], strict=False)) if a != b)
+    assert [a.cached_tokens for a in answers[:3]] == [0, shared // 16 * 16, shared // 16 * 16]
+    assert answers[3].cached_tokens == (lengths[2] + 4) // 16 * 16 and answers[4].cached_tokens == 0
+
+
+def test_a_prompt_reads_what_was_computed_before_it_and_one_beside_an_answer_about_it_reads_that_once():
+    costs = ReplicaCosts(0.01, 0.0, 0.0, 0.0, near_attention_s=1e-5)
+    known, question = one(prompt_tokens=544, document="a", max_tokens=1), one(prompt_tokens=544, document="a")
+    alone = simulate([known, replace(question, arrival_s=1.0)], SimulatedSetup(1, 1), costs)[1]
+    assert alone.cached_tokens == 512 and alone.first_s == pytest.approx(0.01 + 512e-5)
+    stream = replace(question, arrival_s=1.0, max_tokens=100)
+    *_, stream_found, beside = simulate(
+        [known, stream, replace(question, arrival_s=1.2, max_tokens=1)], SimulatedSetup(1, 1), costs
+    )
+    assert max(stream_found.gaps_s) == pytest.approx(0.01 + 640e-5, abs=64e-5) and beside.cached_tokens == 512
+
+
+def test_a_request_after_a_rest_waits_for_the_replica_to_wake():
+    costs = replace(COSTS, wake_s=0.05)
+    trace = [one(), one(arrival_s=10.0), one(arrival_s=10.5), one(arrival_s=10.55)]
+    first, rested, half, beside = (answer.first_s for answer in simulate(trace, SimulatedSetup(1, 1), costs))
+    assert [first, rested] == pytest.approx([0.05 + 0.01 + 100 * 0.0001] * 2)
+    idle = 0.5 - rested - 4 * 0.011  # since the last answer's end
+    assert half == pytest.approx(0.02 + 0.05 * idle, abs=0.005) and beside < 0.06
 
 
 def test_a_document_is_read_where_it_is_held_and_the_least_used_one_goes():

@@ -27,12 +27,14 @@ def run() -> MeasuredRun:
     brief, long = TraceRequest(0.0, 320, 48, "a"), TraceRequest(0.0, 2368, 48, "a")
     middle = replace(long, prompt_tokens=832)
     longer, known = [answers(middle), answers(long)], [[answers(brief, own)[1:]] for own in (middle, long)]
+    rested = [answers(replace(middle, max_tokens=2), replace(middle, arrival_s=9.0, max_tokens=2))[1:]]
     several = [answers(*[brief] * 2)], [answers(*[brief] * 16)], [answers(*[long] * 16)]
     beside = [answers(replace(middle, max_tokens=96), replace(middle, arrival_s=1.2, max_tokens=2))]
-    probes = Probes(1, [answers(brief)], longer, *known, *several, beside)
+    probes = Probes(1, [answers(brief)], longer, *known, *several, rested, beside)
     trace = poisson(0.5, 20.0, 2, 300, 8, 2, 2.0)
-    real = simulate(trace, SimulatedSetup(1, 1.0, 1), {1: solved(probes)})
-    return MeasuredRun("made", 1, 1.0, trace, {1: probes}, [real, real])
+    turns = [[7] * request.prompt_tokens for request in trace]
+    real = simulate(trace, SimulatedSetup(1, 1.0, 1), {1: solved(probes)}, turns)
+    return MeasuredRun("made", 1, 1.0, trace, turns, {1: probes}, [real, real])
 
 
 def test_a_run_is_read_as_it_was_written(run: MeasuredRun):
