@@ -35,6 +35,7 @@ class StepWork:
     tokens: int  # of prompts
     prompt_context: int  # entries that those attend to, on average
     paced: bool = False  # some of the streams are read as they come
+    untimed: bool = False  # no step without prompt tokens has told yet what these sequences take
 
 
 class _LearntCosts:
@@ -121,5 +122,11 @@ class StepPacer:
             return
         self._most = max(self._most, 2 * work.tokens)
         context = (work.prompt_context + work.tokens / 2) * work.tokens / tokens / CONTEXT_UNIT
-        each = (seconds - self.step_s(work.streams)) / tokens
-        self._token.observe(each, CHUNK_UNIT / tokens, 1.0, context, slower_rate=SLOWER_RATE)
+        parts, step_s = (CHUNK_UNIT / tokens, 1.0, context), self.step_s(work.streams)
+        if work.untimed:  # a stream that has just begun may attend to far more than those before it
+            tokens_s = tokens * self._token.seconds(*parts)
+            share = step_s**2 / (step_s**2 + tokens_s**2)  # whichever of both is more of the step is likelier wrong
+            seen = step_s + share * (seconds - step_s - tokens_s)
+            self._step.observe(seen, 1.0, work.streams, slower_rate=SLOWER_RATE)
+            step_s = seen
+        self._token.observe((seconds - step_s) / tokens, *parts, slower_rate=SLOWER_RATE)

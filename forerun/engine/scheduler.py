@@ -70,6 +70,7 @@ class Scheduler:
         self.shares = FairShares()
         self.pacer = pacer or StepPacer(lambda: CostCurve({1: 1.0}))
         self.work = StepWork(0, 0, 0)  # of the step that was scheduled last
+        self._untimed = False  # a sequence decodes that has not been in a step without prompt tokens
         self._shared = False  # whether there are several sequences in this step
         self._preempted: list[Sequence] = []  # in this step
         self.chunk_divisor = PROVISIONAL_CHUNK_DIVISOR  # 1: chunks are as if there were no provisional sequence
@@ -131,12 +132,13 @@ class Scheduler:
         self.work = self._step_work(batch, spent)
         return batch
 
-    @staticmethod
-    def _step_work(batch: list[ScheduledSequence], spent: int) -> StepWork:
+    def _step_work(self, batch: list[ScheduledSequence], spent: int) -> StepWork:
         prompts = [s for s in batch if not s.decodes]
         tokens, paced = spent + sum(s.count for s in prompts), any(s.seq.streams for s in batch)
         context = sum(s.count * s.seq.computed for s in prompts) // max(1, tokens)
-        return StepWork(len(batch) - len(prompts), tokens, context, paced)
+        joined = any(s.decodes and s.seq.num_generated == 1 for s in batch)
+        self._untimed = tokens > 0 and (self._untimed or joined)
+        return StepWork(len(batch) - len(prompts), tokens, context, paced, self._untimed)
 
     def _prompt_budget(self, most: int) -> int:
         """Prompt tokens of a step, of at most so many. Beside streams as many as their gap allows, of prompts that have

@@ -2,11 +2,11 @@
 
 Short answers alone, two and sixteen at once give the cost of a step and of each answer in it, one and sixteen after
 documents that are cached the cost of attention, and first tokens after documents of several lengths that of prompts.
-A question after a rest costs more by what waking up takes. What a question takes beside an answer of the same replica,
-more than the simulation says, is the cost of taking it in beside steps. By how much the gaps of one answer differ,
-steps do. All that lies between a client and the engine is part of it. Replicas that share a machine take cores,
-memory's bandwidth and the front's time from each other: their costs are measured with all of them asked at once, each
-about a document of its own, which keeps its questions there. Knows no trace that is simulated later.
+A question after a rest costs more by reading K/V that no cache holds any more. What a question takes beside an answer
+of the same replica, more than the simulation says, is the cost of taking it in beside steps. By how much the gaps of one
+answer differ, steps do. All that lies between a client and the engine is part of it. Replicas that share a machine take
+cores, memory's bandwidth and the front's time from each other: their costs are measured with all of them asked at once,
+each about a document of its own, which keeps its questions there. Knows no trace that is simulated later.
 """
 
 from __future__ import annotations
@@ -109,20 +109,21 @@ def solved(probes: Probes) -> ReplicaCosts:
     """What a step and its parts cost, from what took how long."""
     alone = (probes.brief, probes.middle, probes.warm)
     together = ((2, probes.two), (ROWS, probes.many), (ROWS, probes.attending))
-    steps = [_answers_step(1, own) for own in alone] + [_answers_step(n, own) for n, own in together]
+    steps = [_answers_step(1, own) for own in alone]
+    steps += [_answers_step(n, own) for n, rounds in together if (own := [r for r in rounds if _at_once(r)])]
     step, row, several, near, far, each = _least_squares(steps)
     costs = ReplicaCosts(step, row, 0.0, 0.0, each, 0.0, 0.0, several, near, far)
     lines = [_first_token(own, costs) for own in alone] + [_first_token([own], costs) for own in probes.longer]
     request, encode, token, attention = _least_squares(lines)
     costs = replace(costs, request_s=request, encode_s=encode, prompt_token_s=token, attention_s=attention)
     spread = _spread([answers for own in alone for answers in own])
-    costs = replace(costs, wake_s=_wake_s(probes))
+    costs = replace(costs, cold_attention_s=_cold_attention_s(probes))
     return replace(_with_intake(costs, probes), spread=spread)
 
 
-def _wake_s(probes: Probes) -> float:
+def _cold_attention_s(probes: Probes) -> float:
     rested, middle = (median(a.first_s for own in rounds for a in own) for rounds in (probes.rested, probes.middle))
-    return max(0.0, rested - middle)
+    return max(0.0, rested - middle) / mean(a.cached_tokens for own in probes.rested for a in own)
 
 
 def _with_intake(costs: ReplicaCosts, probes: Probes) -> ReplicaCosts:
@@ -202,10 +203,21 @@ def _least_squares(found: Sequence[Line]) -> list[float]:
     return best[1]
 
 
-def _gap(answers: Sequence[ReplayedAnswer]) -> float:
-    """Seconds of a step while all of them decode: from the last first token to the first last one."""
-    begin, end = max(a.token_times[0] for a in answers), min(a.token_times[-1] for a in answers)
-    if len(answers) > 1 and begin < end:
-        counts = [sum(begin < moment <= end for moment in a.token_times) for a in answers]
-        return (end - begin) / max(1.0, mean(counts))
-    return median(mean(answer.gaps_s) for answer in answers)
+def _span(answers: Round) -> tuple[float, float]:
+    """When all of them decode: from the last first token to the first last one."""
+    return max(a.token_times[0] for a in answers), min(a.token_times[-1] for a in answers)
+
+
+def _at_once(answers: Round) -> bool:
+    """Not if some had ended before others began: nothing tells then what a step of all of them takes."""
+    begin, end = _span(answers)
+    return begin < end
+
+
+def _gap(answers: Round) -> float:
+    """Seconds of a step while all of them decode."""
+    begin, end = _span(answers)
+    if len(answers) == 1 or begin >= end:  # at different replicas
+        return median(mean(answer.gaps_s) for answer in answers)
+    counts = [sum(begin < moment <= end for moment in a.token_times) for a in answers]
+    return (end - begin) / max(1.0, mean(counts))

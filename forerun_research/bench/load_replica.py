@@ -31,7 +31,7 @@ PAGE_TOKENS = 16
 TIMED_ROWS = 16  # answers from whose steps the pacer starts
 LEAST_SHARE = 0.5  # of what such steps take on average: none takes less
 NEAR_TOKENS = 832  # of a text: reading K/V of what lies beyond them may cost more, as caches do not hold it
-RESTED_S = 1.0  # without a request: after so long waking up takes all that it does
+RESTED_S = 1.0  # without a step: after so long nothing of K/V is in caches
 FIRST_NUMBER = 1 << 24  # of made-up tokens: no vocabulary is as large
 
 
@@ -50,7 +50,7 @@ class ReplicaCosts:
     # Of all that attend to one text in a step together, for each computed token of it: reading its K/V
     near_attention_s: float = 0.0
     far_attention_s: float = 0.0  # the same, for tokens beyond NEAR_TOKENS of the text
-    wake_s: float = 0.0  # of a request that comes to a replica after a rest
+    cold_attention_s: float = 0.0  # the same, in addition, for those that were not read for a while
     # How much longer steps take while a request is taken in, and that beside steps: both are Python of one process
     intake_factor: float = 1.0
     spread: tuple[float, ...] = (0.0,)  # by which steps differ from their mean, long ones by no more than short ones
@@ -98,25 +98,37 @@ class StepParts:
     near: int = 0  # computed tokens that some of all attend to, of the first NEAR_TOKENS of their texts
     far: int = 0  # and of those beyond
 
+    cold: float = 0.0  # of all these, as many as were not read in the step before, or that was long ago
+
     @classmethod
-    def of(cls, batch: list[ScheduledSequence]) -> StepParts:
+    def of(cls, batch: list[ScheduledSequence], warm: set[int], rest_s: float) -> StepParts:
+        """`warm`: pages that were read in the step before, which ended so long ago."""
         answers, prompts = [s for s in batch if s.decodes], [s for s in batch if not s.decodes]
-        read = [s.seq.pages[: -(-s.seq.computed // PAGE_TOKENS)] for s in batch]
-        cut = NEAR_TOKENS // PAGE_TOKENS
+        pages, cut = [_computed_pages(scheduled) for scheduled in batch], NEAR_TOKENS // PAGE_TOKENS
+        near, all_read = {page for own in pages for page in own[:cut]}, {page for own in pages for page in own}
+        cold = len(all_read - warm) + len(all_read & warm) * min(1.0, rest_s / RESTED_S)
         return cls(
             len(answers),
             sum(s.seq.computed for s in answers),
             sum(s.count for s in prompts),
             sum(s.count * (s.seq.computed + s.count / 2) for s in prompts),
-            PAGE_TOKENS * len({page for pages in read for page in pages[:cut]}),
-            PAGE_TOKENS * len({page for pages in read for page in pages[cut:]}),
+            PAGE_TOKENS * len(near),
+            PAGE_TOKENS * len(all_read - near),
+            PAGE_TOKENS * cold,
         )
 
     def seconds(self, costs: ReplicaCosts) -> float:
         answers = costs.row_s * self.rows + costs.answer_attention_s * self.contexts
         prompts = costs.prompt_token_s * self.tokens + costs.attention_s * self.attended
-        read = costs.near_attention_s * self.near + costs.far_attention_s * self.far
+        read = (
+            costs.near_attention_s * self.near + costs.far_attention_s * self.far + costs.cold_attention_s * self.cold
+        )
         return costs.step_s + answers + prompts + read + costs.several_s * (self.rows + self.tokens > 1)
+
+
+def _computed_pages(scheduled: ScheduledSequence) -> array[int]:
+    """Those with K/V that the sequence's next tokens attend to."""
+    return scheduled.seq.pages[: -(-scheduled.seq.computed // PAGE_TOKENS)]
 
 
 class TokenNumbers:
@@ -157,7 +169,7 @@ class SimulatedReplica:
         self.parts = StepParts()  # of that step
         self.left = 0.0  # of that step, as a share of it; 0: none runs
         self._began = 0.0
-        self.ended = -RESTED_S  # when the last step did
+        self._ended, self._warm = -RESTED_S, set[int]()  # when the step before did, and pages with K/V that it had
         self.unanswered = 0  # requests that were sent here, those that are being encoded too
         self.sent = 0  # tokens of their prompts
         self.routed: dict[str, int] = {}  # tokens of texts that were sent here, as the router knows them
@@ -180,7 +192,8 @@ class SimulatedReplica:
 
     def begin_step(self, now: float) -> None:
         self._batch, self._began = self._scheduler.schedule(), now
-        self.parts, self.left, self._rank = StepParts.of(self._batch), 1.0, self._draw.random()
+        self.parts = StepParts.of(self._batch, self._warm, now - self._ended)
+        self.left, self._rank = 1.0, self._draw.random()
 
     def step_s(self, costs: ReplicaCosts) -> float:
         """Of the step that runs, at these costs."""
@@ -189,10 +202,11 @@ class SimulatedReplica:
 
     def finish_step(self, now: float, numbers: TokenNumbers) -> list[tuple[ReplayedAnswer, list[int]]]:
         """Answers that ended with it, and all of their tokens."""
-        self.left, self.ended, ended = 0.0, now, []
+        self.left, self._ended, self._warm, ended = 0.0, now, set(), []
         for scheduled in self._batch:
             seq, samples = scheduled.seq, scheduled.samples
             seq.computed += scheduled.count
+            self._warm.update(_computed_pages(scheduled))
             if seq.phase is Phase.PREFILLING:
                 seq.enter_next()
                 (self._scheduler.publish if seq.phase is Phase.DECODING else self._scheduler.publish_pages)(seq)

@@ -2,10 +2,10 @@
 
 The model: a replica computes steps, which the engine's own scheduler fills (`load_replica`). A step takes `step_s`,
 `row_s` for each answer in it, `prompt_token_s` for each prompt token, `several_s` where these are more than one token,
-for all of them attention over what comes before, and for each text reading its K/V once, however many attend to it. No
-two steps take the same time: each is as much slower or faster than that as one of those measured was. A prompt waits
-until its request is taken in, which slows the replica's steps as they slow it, and takes `wake_s` more after a rest. A
-request is routed by the front's own rule.
+for all of them attention over what comes before, and for each text reading its K/V once, however many attend to it, and
+`cold_attention_s` more for each token whose K/V the step before did not read. No two steps take the same time: each is
+as much slower or faster than that as one of those measured was. A prompt waits until its request is taken in, which
+slows the replica's steps as they slow it. A request is routed by the front's own rule.
 Replicas on one machine slow each other down: costs are those of as many as compute at that moment, between numbers that
 were measured by a straight line; with more than there are cores, those that only decode are held up by their like
 alone. Drafts of tokens are not modelled: plain decoding. Knows no engine; `load_costs` measures one.
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from forerun.ray.call import order_replicas
-from forerun_research.bench.load_replica import RESTED_S, ReplicaCosts, SimulatedReplica, TokenNumbers
+from forerun_research.bench.load_replica import ReplicaCosts, SimulatedReplica, TokenNumbers
 from forerun_research.bench.load_targets import ReplayedAnswer
 from forerun_research.bench.load_trace import CHARS_PER_TOKEN, TraceRequest
 
@@ -170,9 +170,7 @@ class _Simulation:
         prompt = [*self.history[session], *self.turns[number]]
         answer.sent, answer.prompt_tokens, answer.completion_tokens = now, len(prompt), request.max_tokens
         costs = self._costs(replica, [own for own in self.replicas if own.left > 0])
-        rested_s = 0.0 if replica.unanswered else min(RESTED_S, now - replica.ended)
-        taken_s = costs.request_s + costs.encode_s * len(prompt) + costs.wake_s * rested_s / RESTED_S
-        self.intakes.append(_Intake(taken_s, number, prompt, replica))
+        self.intakes.append(_Intake(costs.request_s + costs.encode_s * len(prompt), number, prompt, replica))
         replica.routed[session] = len(prompt)
         replica.sent += len(prompt)
         replica.unanswered += 1

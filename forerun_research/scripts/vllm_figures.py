@@ -217,22 +217,22 @@ def first_token(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Name
 
 def mixed(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
     """Drafted, plain, and too short to be drafted. vLLM's own answers may depend on what else is in the batch, so the
-    plain ones are also asked together without any other."""
+    same requests are also asked together without any drafted one: what changes then, vLLM changes."""
     asked: list[Options] = [(None, DRAFTED)[i % 2] for i in range(len(prompts))]
     given = [ids[: 200 + 7 * i] if i % 4 == 3 else ids for i, ids in enumerate(prompts)]
     alone = [vllm.one(ids, None, args.tokens, "alone").tokens for ids in given]
-    beside_plain = vllm.ask(given[::2], [None] * len(given[::2]), args.tokens, "beside plain")
+    all_plain = vllm.ask(given, [None] * len(given), args.tokens, "all plain")
     answers = vllm.ask(given, asked, args.tokens)
     assert len(answers) == len(given) and all(len(a.tokens) == args.tokens for a in answers), "an answer is lost"
-    plain = [a.tokens == own for a, own, options in zip(answers, alone, asked, strict=True) if options is None]
+    plain = [i for i, options in enumerate(asked) if options is None]
     labels = [a.label or {} for a, options in zip(answers, asked, strict=True) if options is not None]
     back = [a.tokens == own for a, own in zip(answers, alone, strict=True) if a.label and a.label["fell_back"]]
     return {
         "requests": len(given),
-        "plain_unchanged": share(plain),
-        "plain_unchanged_without_drafted": share(
-            [a.tokens == own for a, own in zip(beside_plain, alone[::2], strict=True)]
-        ),
+        "plain_unchanged": share([answers[i].tokens == alone[i] for i in plain]),
+        "changed": [i for i in plain if answers[i].tokens != alone[i]],
+        "plain_unchanged_all_plain": share([all_plain[i].tokens == alone[i] for i in plain]),
+        "changed_all_plain": [i for i in plain if all_plain[i].tokens != alone[i]],
         "drafted": sum(label["approximate"] for label in labels),
         "fell_back_unchanged": share(back),
         "reasons": sorted({label["fell_back"] for label in labels if label["fell_back"]})[:4],

@@ -67,6 +67,24 @@ def test_gaps_stay_within_the_bound_as_context_grows(wrong: float):
     assert max(again) <= 4.0 * pacer.step_s(4) and 600 / len(again) > 10
 
 
+def test_a_stream_that_attends_to_far_more_is_not_taken_for_slow_prompts():
+    """A question beside an answer that has just begun, about a document that nothing was decoded about before: steps
+    take twice as long as plain ones did, and the room beside them has to grow with them."""
+
+    def question(untimed: bool) -> int:
+        pacer, steps, left = StepPacer(lambda: curve(0.001)), 0, 60
+        for _ in range(50):
+            pacer.observe(StepWork(1, 0, 0), 0, PLAIN_S)
+        while left > 0:
+            count = pacer.prompt_tokens(1, 2000, left)
+            pacer.observe(StepWork(1, count, 2000, True, untimed), 0, 3 * PLAIN_S + 0.003 * count)
+            steps, left = steps + 1, left - count
+        assert not untimed or 2 * PLAIN_S < pacer.step_s(1) < 4 * PLAIN_S
+        return steps
+
+    assert question(True) <= 7 and question(False) >= 10
+
+
 def test_one_slow_step_is_not_believed_whole():
     pacer = StepPacer(lambda: curve(0.001))
     before = pacer.prompt_tokens(4, 0, 512)

@@ -71,10 +71,10 @@ async def test_how_intake_slows_steps_is_found_again(factor: float, monkeypatch:
     assert found.intake_factor == pytest.approx(factor, abs=0.21)
 
 
-@pytest.mark.parametrize("wake_s", [0.0, 0.02])
-async def test_what_waking_up_takes_is_found_again(wake_s: float, monkeypatch: pytest.MonkeyPatch):
-    found = await SimulatedProbes(1, {1: replace(KNOWN, wake_s=wake_s)}).costs_found(monkeypatch)
-    assert found.wake_s == pytest.approx(wake_s, abs=0.001)
+@pytest.mark.parametrize("cold", [0.0, 2e-5])
+async def test_what_reading_after_a_rest_takes_is_found_again(cold: float, monkeypatch: pytest.MonkeyPatch):
+    found = await SimulatedProbes(1, {1: replace(KNOWN, cold_attention_s=cold)}).costs_found(monkeypatch)
+    assert found.cold_attention_s == pytest.approx(cold, abs=1e-6)
     assert found.request_s == pytest.approx(KNOWN.request_s, rel=0.3)  # rounds after each other have no rest
 
 

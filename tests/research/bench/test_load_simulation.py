@@ -49,7 +49,7 @@ def test_answers_about_one_text_read_it_once_and_what_lies_far_costs_more():
 
     once = 1e-6 * NEAR_TOKENS + 3e-6 * (known - NEAR_TOKENS)
     assert once < attention("a") < 1.2 * once
-    assert attention("aa") < 1.3 * once and attention("ab") == pytest.approx(2 * attention("a"))
+    assert attention("aa") < 1.3 * once and attention("ab") == pytest.approx(2 * attention("a"), rel=0.02)
 
 
 def test_a_step_of_more_than_one_token_has_a_cost_of_its_own():
@@ -158,13 +158,15 @@ def test_a_prompt_reads_what_was_computed_before_it_and_one_beside_an_answer_abo
     assert max(stream_found.gaps_s) == pytest.approx(0.01 + 640e-5, abs=64e-5) and beside.cached_tokens == 512
 
 
-def test_a_request_after_a_rest_waits_for_the_replica_to_wake():
-    costs = replace(COSTS, wake_s=0.05)
-    trace = [one(), one(arrival_s=10.0), one(arrival_s=10.5), one(arrival_s=10.55)]
-    first, rested, half, beside = (answer.first_s for answer in simulate(trace, SimulatedSetup(1, 1), costs))
-    assert [first, rested] == pytest.approx([0.05 + 0.01 + 100 * 0.0001] * 2)
-    idle = 0.5 - rested - 4 * 0.011  # since the last answer's end
-    assert half == pytest.approx(0.02 + 0.05 * idle, abs=0.005) and beside < 0.06
+def test_what_the_step_before_did_not_read_costs_more():
+    costs = ReplicaCosts(0.01, 0.0, 0.0, 0.0, cold_attention_s=1e-4)
+    known, question = one(prompt_tokens=544, document="a", max_tokens=1), one(prompt_tokens=544, document="a")
+    later = [replace(question, arrival_s=arrival) for arrival in (9.0, 9.3, 9.36)]
+    _, rested, half, beside = simulate([known, *later], SimulatedSetup(1, 1), costs)
+    assert rested.first_s == pytest.approx(0.01 + 512e-4)  # all of its document
+    idle = 0.3 - rested.first_s - 4 * 0.01  # since that answer's last step
+    assert half.first_s == pytest.approx(0.01 + idle * 512e-4, abs=0.001)
+    assert beside.first_s < 0.021 and max(rested.gaps_s) == pytest.approx(0.01, abs=0.0017)  # a new page at most
 
 
 def test_a_document_is_read_where_it_is_held_and_the_least_used_one_goes():
