@@ -3,10 +3,10 @@
 Short answers alone, two and sixteen at once give the cost of a step and of each answer in it, one and sixteen after
 documents that are cached the cost of attention, and first tokens after documents of several lengths that of prompts.
 A question after a rest costs more by reading K/V that no cache holds any more. What a question takes beside an answer
-of the same replica, more than the simulation says, is the cost of taking it in beside steps. By how much the gaps of one
-answer differ, steps do. All that lies between a client and the engine is part of it. Replicas that share a machine take
-cores, memory's bandwidth and the front's time from each other: their costs are measured with all of them asked at once,
-each about a document of its own, which keeps its questions there. Knows no trace that is simulated later.
+of the same replica, more than the simulation says, is the cost of taking it in beside steps. By how much the gaps of
+one answer differ, steps do. All that lies between a client and the engine is part of it. Replicas that share a machine
+take cores, memory's bandwidth and the front's time from each other: their costs are measured with all of them asked at
+once, each about a document of its own, which keeps its questions there. Knows no trace that is simulated later.
 """
 
 from __future__ import annotations
