@@ -4,17 +4,18 @@
     python -m forerun_research.scripts.load_check --from runs.jsonl --costs-of 4
 
 Each number of replicas is served by `forerun serve --replicas` with one thread each; a few requests of known lengths
-measure what steps cost while 1, 2 or all of them compute, before and after the trace is replayed with plain decoding,
-since machines change in minutes. `--runs 2` replays it once more with other questions: the mean of each figure counts,
-and what two runs differ by, no simulation can be blamed for. `--save` keeps what was measured, `--from` compares it
-with the simulation as it is now, `--costs-of 4` at the costs that were measured beside four replicas, for all numbers
-of them. Nothing of the model is fitted to the trace. Needs `forerun[ray]` and a machine without other work.
+measure what steps cost while 1, 2 or all of them compute, before and after each replay of the trace with plain
+decoding, since machines change in minutes. `--runs 2` replays it once more with other questions: the mean of each
+figure counts, and what two runs differ by, no simulation can be blamed for. `--save` keeps what was measured, `--from`
+compares it with the simulation as it is now, `--costs-of 4` at the costs that were measured beside four replicas, for
+all numbers of them. Nothing of the model is fitted to the trace. Needs `forerun[ray]` and a machine without other work.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -78,22 +79,27 @@ def numbered(trace: list[TraceRequest], run: int) -> list[TraceRequest]:
 
 
 def measured(model: str, replicas: int, names: list[str], cores: float, runs: int) -> list[MeasuredRun]:
-    """What steps cost by the number of busy replicas, and the answers to each trace, all of the same servers."""
+    """What steps cost by the number of busy replicas, and the answers to each trace, all of the same servers. Costs are
+    measured before, between and after the replays: a run has those of its own minutes."""
     encode = opened(model).tokenizer().apply_chat_template
     with served(model, replicas) as server:
         target = EndpointTarget(f"{server.address}/v1", model, {}, speculation="off")
-        counts = together([replicas], cores, 1)
-        probes = {count: asyncio.run(probed(target, TraceTexts(), count)) for count in counts}
-        found = []
+        counts, times = together([replicas], cores, 1), itertools.count()
+
+        def probe() -> dict[int, Probes]:
+            time = next(times)
+            return {count: asyncio.run(probed(target, TraceTexts(), count, time)) for count in counts}
+
+        found, before = [], probe()
         for at, name in enumerate(names):
             own = [numbered(named_trace(name), runs * at + run) for run in range(runs)]
-            turns, answers = turn_tokens(own[0], TraceTexts(), encode), list[list[ReplayedAnswer]]()
+            turns, answers, probes = turn_tokens(own[0], TraceTexts(), encode), list[list[ReplayedAnswer]](), before
             for run, trace in enumerate(own):
                 answers.append(asyncio.run(replay(target, trace, TraceTexts(), (runs * at + run) * len(trace))))
-            found.append(MeasuredRun(name, replicas, cores, own[0], turns, {}, answers))
-        for count in counts:
-            probes[count] = probes[count].with_later(asyncio.run(probed(target, TraceTexts(), count, 1)))
-    return [replace(run, probes=probes) for run in found]
+                before = probe()
+                probes = {count: probes[count].with_later(before[count]) for count in counts}
+            found.append(MeasuredRun(name, replicas, cores, own[0], turns, probes, answers))
+    return found
 
 
 def at_costs_of(runs: list[MeasuredRun], replicas: int | None) -> list[MeasuredRun]:

@@ -60,10 +60,12 @@ class Case:
     def run(self, window=None, q=None, cu_seqlens=None, max_context=None, plan=None, **shapes):
         plan = plan or plan_queries(cu_seqlens or self.cu_seqlens, max_context or max(self.seq_lens), DEVICE)
         q = self.q if q is None else q
-        out = torch.full_like(q, float("nan"))
+        out, shapes = torch.full_like(q, float("nan")), dict(shapes or SMALL)
+        if few_shape := shapes.pop("few_shape", None):
+            plan = replace(plan, few_shape=few_shape)
         return paged_attention(
             q, self.k, self.v, self.block_tables, self.kv_lens, plan, 0.3, window=window, tree=self.tree,
-            tree_start=self.tree_start, out=out, **(shapes or SMALL),
+            tree_start=self.tree_start, out=out, **shapes,
         )  # fmt: skip
 
     def reference(self, window=None):
