@@ -152,7 +152,9 @@ def _same_seeds(
         spec = Speculation(drafter, nodes=DRAFT_NODES)
         usage, found = Usage(), list[AnswerDifference]()
         with all_drafts_verified(llm.engine):
-            mine = answers(llm, [(ids, replace(p, speculation=spec)) for ids, p in jobs], usage=usage)
+            drafted, together = [(ids, replace(p, speculation=spec)) for ids, p in jobs], sampled_together(llm)
+            parts = [answers(llm, drafted[i : i + together], usage=usage) for i in range(0, len(jobs), together)]
+            mine = [answer for part in parts for answer in part]
         for i, (a, b) in enumerate(zip(plain, mine, strict=True)):
             difference = compare(llm, i % len(prompts), prompts, a, b, params, seed=seeds[i])
             if difference is not None:
@@ -169,8 +171,16 @@ def sample(
     """The first tokens of one answer for each seed; answers are given up as soon as they have them."""
     llm.clear_cache()
     answers(llm, [(prompt, replace(params, max_tokens=1, speculation="off"))])  # so that all others share its pages
-    jobs = [(prompt, replace(params, seed=seed)) for seed in seeds]
-    return [tuple(answer[:length]) for answer in answers(llm, jobs, length, usage)]
+    jobs, together = [(prompt, replace(params, seed=seed)) for seed in seeds], sampled_together(llm)
+    parts = [answers(llm, jobs[i : i + together], length, usage) for i in range(0, len(jobs), together)]
+    return [tuple(answer[:length]) for part in parts for answer in part]
+
+
+def sampled_together(llm: LLM) -> int:
+    """Answers that run at once. On a device a step's drafts have to fit into one launch, or nothing would be drafted
+    and so nothing checked."""
+    rows = llm.engine.runner.most_rows(2)
+    return max(1, min(llm.engine.config.max_num_seqs, rows // (DRAFT_NODES + 1)))
 
 
 def answers(

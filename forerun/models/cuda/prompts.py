@@ -3,7 +3,7 @@
 A row's sums must not depend on the number of rows. cuBLAS sums along K in one order, 16 numbers at a time, unless it
 splits K, which it does where rows are few and K is long. `invariant_rows` finds from how many rows on it does not;
 fewer are padded with rows that see and write nothing. Attention runs in tiles of one shape over blocks of keys that
-start at entry 0 (`prompt_shape`), and the head has at least MIN_HEAD_ROWS rows. Forwards of up to 2,048 rows are
+start at entry 0 (`prompt_shape`), and the head of a recording has MAX_HEAD_ROWS rows. Forwards of up to 2,048 rows are
 recorded: launching them one by one takes the host longer than the device. Knows no request.
 """
 
@@ -23,11 +23,10 @@ from forerun.models.cuda.launch import record
 from forerun.models.cuda.packing import lay_pages
 from forerun.models.cuda.paged import QueryPlan
 from forerun.models.decoder import Decoder, Output, Taps
-from forerun.models.execution.batch_split import MIN_HEAD_ROWS
 
 PROBED_ROWS = (128, 160, 192, 224, 256, 288, 320, 352, 384, 448, 512, 640, 768, 1000, 1024, 1500)
 REFERENCE_ROWS = 2048
-MAX_HEAD_ROWS = 64  # of a recording
+MAX_HEAD_ROWS = 64  # of a recording: whatever the number of sequences, as one may want them all
 RECORDED_ROWS = (512, 1024, 2048)  # and the fewest that are invariant
 RECORDED_SEQS = (1, 64)
 
@@ -135,14 +134,13 @@ class PromptRunner:
         starts, wanted, pages = self._places(rows, seqs)
         tokens, positions, slot_mapping, kv_lens = inputs[: 4 * rows].view(4, rows)
         cu_seqlens = inputs[starts : starts + seqs + 1]
-        head_rows = MIN_HEAD_ROWS if seqs == 1 else MAX_HEAD_ROWS
         batch = TokenBatch(
             *(tokens, positions, slot_mapping, kv_lens),
             inputs[pages : pages + self._max_pages * seqs].view(self._max_pages, seqs).T,
             [0] * seqs + [rows],
             [context] * seqs,
             self._page_size,
-            inputs[wanted : wanted + head_rows],
+            inputs[wanted : wanted + MAX_HEAD_ROWS],
         )
         plan = QueryPlan(cu_seqlens, cu_seqlens[:-1], rows, 0, rows, context)
 

@@ -163,6 +163,16 @@ if HOPPER:
             theirs = want.hidden[depth].float()
             assert (got.hidden[depth].float() - theirs).norm() / theirs.norm() < 2e-2
 
+    @pytest.mark.parametrize("count", [31, 32, 33, 48, 64, 65])
+    def test_all_rows_of_a_text_are_scored(runner, count):
+        """A recording has a head of some rows; a text of more or fewer must have all of its own."""
+        ids = [random.Random(count).randrange(1024) for _ in range(count)]
+        got = runner.score(ids, 512)
+        (work,) = spans([(0, count, False)])
+        want = runner.decoder.forward(runner.batch([replace(work, ids=ids)]).to(DEVICE), runner.kv).logits
+        assert got.shape == want.shape == (count, 1024)
+        assert (got - want).norm() / want.norm() < 2e-2
+
     def test_a_launch_ahead_leaves_hidden_states(runner, tapped):
         work = spans([(63, 1, False)] * 5)
         tokens, entries = (np.array(values) for values in ([s.ids[0] for s in work], [s.first for s in work]))
