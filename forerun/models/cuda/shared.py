@@ -59,7 +59,7 @@ def most_tiles(rows: int, heads_per_kv: int) -> int:
 def plan_shared(batch: HostBatch, config: ModelConfig, least: int) -> Groups | None:
     """The groups of a batch, or None where they would spare a layer fewer than `least` bytes."""
     key_bytes = 4 * config.kv_size  # K and V, two bytes a number
-    if all(config.windows):
+    if all(config.windows) or batch.bits is not None:  # rows of trees would get other bits (docs/log.md)
         return None
     if len(batch.pages) < 2 or sum(batch.seq_lens) * key_bytes < least:
         return None
