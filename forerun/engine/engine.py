@@ -18,7 +18,7 @@ from forerun.cache.approximate import ApproximateCache
 from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
 from forerun.cache.tiers import Tiers
-from forerun.core import Draft, SamplingParams, Usage, Verdict
+from forerun.core import SamplingParams, Usage, Verdict
 from forerun.core.drafted import DraftedTokens
 from forerun.decode.control.controller import Controller
 from forerun.decode.device_drafting import DeviceDrafting
@@ -31,9 +31,10 @@ from forerun.engine.draft_ahead import DraftAhead
 from forerun.engine.intake import Intake
 from forerun.engine.leases import PageLeases
 from forerun.engine.output import OutputWriter
-from forerun.engine.pace import StepPacer, StepWork
+from forerun.engine.pace import StepPacer
+from forerun.engine.prompts_ahead import PromptsAhead
 from forerun.engine.provisional import draft_provisional, emit_provisional, hold_doubted
-from forerun.engine.run_ahead import RunAhead, StepInFlight, decodes_plainly
+from forerun.engine.run_ahead import RunAhead, decodes_plainly
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Event, FinishReason, Phase, Request, ScheduledSequence, Sequence
 from forerun.engine.speculative_prefill import SpeculativePrefill
@@ -49,7 +50,7 @@ from forerun.text.tokenizer import Tokenizer
 
 log = logging.getLogger("forerun")
 
-_NO_DRAFT, _NOTHING_ACCEPTED = Draft(), Verdict([], -1)
+_NOTHING_ACCEPTED = Verdict([], -1)
 
 
 class Engine:
@@ -101,11 +102,11 @@ class Engine:
         self._cancelled: deque[int] = deque()
         self.stats, self.leases = Stats(), PageLeases(self.pool, make_room)
         self.max_length = min(config.max_model_len, config.capacity)  # of a prompt and its answer
-        self._run_ahead = RunAhead(self.runner, self.scheduler, self.max_length, self._stays_plain)
-        self._in_flight: StepInFlight | None = None
+        run, plain = (self.runner, self.scheduler, self.speculator), self._stays_plain
+        self._run_ahead = RunAhead(*run, self.max_length, plain, self._append_plain, self.fail)
+        self._prompts_ahead = PromptsAhead(self.runner, self.scheduler, self._run_ahead, self._advance, self._add)
         drafting, append = DeviceDrafting(self.speculator), self._append_drafted
         self._draft_ahead = DraftAhead(drafting, self.scheduler, self.max_length, append, self.fail)
-        self._last_read = 0.0  # when the tokens of a step that was launched ahead were read
         self._draft_next = False  # the coming step drafts: decided when it was not launched ahead
         self.output = OutputWriter(tokenizer, decoder.config.eos_ids, self.max_length, self.stats)
 
@@ -120,13 +121,16 @@ class Engine:
         self.process_inbox()
         if self._draft_ahead.in_flight is not None and self._draft_ahead.step():
             return True
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is not None and in_flight.live:
-            return self._finish_step(in_flight)
+        if self._run_ahead.step():
+            return True
         start = time.perf_counter()
+        if not self.scheduler.has_prompts:
+            self._prompts_ahead.finish()  # all sequences decode together then
         # a piece of each prompt whose K/V is drafted, not computed
         spent = self.speculative_prefill.advance() if self.scheduler.drafting else 0
         batch = self.scheduler.schedule(spent)
+        if all(s.decodes for s in batch):
+            self._prompts_ahead.finish()
         if not batch:
             return spent > 0 or not self.idle
         if any(s.verifies_provisional for s in batch):
@@ -134,37 +138,19 @@ class Engine:
         self._draft_tokens(batch)  # for the sequences that decode with speculation
         if self._draft_ahead.in_flight is not None:
             return self._draft_ahead.step()
-        in_flight = self._run_ahead.begin(batch) if self.runner.can_launch else None
-        if in_flight is not None:
-            return self._finish_step(in_flight)
+        if self._prompts_ahead.step(batch) or self._run_ahead.start(batch):
+            return True
         output = self._run(batch)  # logits of every sequence that samples: of its last token, then of its draft
         outputs = verify(output, [s.verify_input for s in batch if s.samples])
         given = iter(hold_doubted(batch, outputs) if any(each.margins for each in outputs) else outputs)
         for scheduled in batch:
-            self._advance(scheduled, next(given) if scheduled.samples else None)
+            found = next(given) if scheduled.samples else None
+            self._advance(scheduled)
+            if found is not None:
+                self._add(scheduled, found)
         if self.scheduler.work.paced:
             taken_s, nodes = time.perf_counter() - start, sum(len(s.draft) for s in batch)
             self.scheduler.pacer.observe(self.scheduler.work, nodes, taken_s)
-        return True
-
-    def _finish_step(self, step: StepInFlight) -> bool:
-        """Launch the step after one that is on its way, then read that one's tokens and do what is to be done."""
-        self._in_flight = self._run_ahead.follow(step)
-        start = time.perf_counter()
-        tokens, now = step.pending.read(), time.perf_counter()
-        waited_s = now - start if step.launched < self._last_read else 0.0
-        seconds, self._last_read = now - max(step.launched, self._last_read), now
-        rows = [pair for pair in zip(step.sequences, tokens, strict=True) if pair[0].phase is Phase.DECODING]
-        if states := [seq.spec_state for seq, _ in rows if seq.spec_state is not None]:
-            self.speculator.observe([_NO_DRAFT] * len(rows), max(len(s.tokens) for s, _ in rows), seconds, waited_s)
-            self.speculator.record_plain(states)
-        self.scheduler.pacer.observe(StepWork(len(rows), 0, 0), 0, seconds)
-        for seq, token in rows:
-            seq.usage.verify_s += seconds
-            try:
-                self._append_plain(seq, token)
-            except Exception as error:  # of this sequence alone
-                self.fail(seq, error)
         return True
 
     def _stays_plain(self, sequences: list[Sequence]) -> bool:
@@ -225,8 +211,8 @@ class Engine:
                 s.seq.usage.verify_s += seconds
         return output
 
-    def _advance(self, scheduled: ScheduledSequence, output: StepOutput | None) -> None:
-        """Record what was computed; append and emit the tokens that were sampled."""
+    def _advance(self, scheduled: ScheduledSequence) -> None:
+        """Record what was computed, or will be before anything that is launched from now on."""
         seq = scheduled.seq
         seq.computed += scheduled.count
         if seq.prefill is not None:
@@ -238,8 +224,10 @@ class Engine:
                 self.scheduler.publish(seq)
             else:
                 self.scheduler.publish_pages(seq)
-        if output is None:
-            return
+
+    def _add(self, scheduled: ScheduledSequence, output: StepOutput) -> None:
+        """Append and emit the tokens that were sampled."""
+        seq = scheduled.seq
         if output.error is not None:
             self.fail(seq, output.error)
             return

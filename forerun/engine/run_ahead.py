@@ -18,13 +18,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from forerun.core import Draft
 from forerun.decode.sampling import choose_by_number, sync_free, uniform
+from forerun.decode.speculator import Speculator
+from forerun.engine.pace import StepWork
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Phase, ScheduledSequence, Sequence
 from forerun.models.execution.runner import Runner
 
 if TYPE_CHECKING:
     from forerun.models.cuda.pending import PendingTokens
+
+_NO_DRAFT = Draft()
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ def decodes_plainly(scheduled: ScheduledSequence) -> bool:
     return scheduled.decodes and plain and lone and not len(scheduled.draft)
 
 
-def _chooser(sequences: list[Sequence], entries: np.ndarray) -> Callable[[Tensor, int], Tensor] | None:
+def chooser(sequences: list[Sequence], entries: np.ndarray) -> Callable[[Tensor, int], Tensor] | None:
     """What draws the tokens behind these entries from logits on the device; None where all are the likeliest."""
     params = [seq.params for seq in sequences]
     if all(p.greedy for p in params):
@@ -67,17 +72,53 @@ def _chooser(sequences: list[Sequence], entries: np.ndarray) -> Callable[[Tensor
 
 class RunAhead:
     """`max_length`: tokens that a prompt and its answer may have together. `stays_plain`: whether sequences are decoded
-    without drafts in the coming step."""
+    without drafts in the coming step. `append`: makes a token part of an answer; `fail`: ends one with an error."""
 
     def __init__(
         self,
         runner: Runner,
         scheduler: Scheduler,
+        speculator: Speculator,
         max_length: int,
         stays_plain: Callable[[list[Sequence]], bool],
+        append: Callable[[Sequence, int], None],
+        fail: Callable[[Sequence, Exception], None],
     ) -> None:
         self._runner, self._scheduler, self._max_length = runner, scheduler, max_length
-        self._stays_plain = stays_plain
+        self._speculator, self._stays_plain, self._append, self._fail = speculator, stays_plain, append, fail
+        self._in_flight: StepInFlight | None = None
+        self._last_read = 0.0  # when the tokens of a step were read
+
+    def start(self, batch: list[ScheduledSequence]) -> bool:
+        """Launch a batch that has been scheduled, and the step after it; False: it runs as usual."""
+        step = self.begin(batch)
+        return step is not None and self._finish(step)
+
+    def step(self) -> bool:
+        """Go on from the step that is on its way; False where none is."""
+        step, self._in_flight = self._in_flight, None
+        return step is not None and step.live and self._finish(step)
+
+    def _finish(self, step: StepInFlight) -> bool:
+        """Launch the step after one that is on its way, then read that one's tokens and do what is to be done."""
+        self._in_flight = self._follow(step)
+        start = time.perf_counter()
+        tokens, now = step.pending.read(), time.perf_counter()
+        waited_s = now - start if step.launched < self._last_read else 0.0
+        seconds, self._last_read = now - max(step.launched, self._last_read), now
+        rows = [pair for pair in zip(step.sequences, tokens, strict=True) if pair[0].phase is Phase.DECODING]
+        if states := [seq.spec_state for seq, _ in rows if seq.spec_state is not None]:
+            longest = max(len(seq.tokens) for seq, _ in rows)
+            self._speculator.observe([_NO_DRAFT] * len(rows), longest, seconds, waited_s)
+            self._speculator.record_plain(states)
+        self._scheduler.pacer.observe(StepWork(len(rows), 0, 0), 0, seconds)
+        for seq, token in rows:
+            seq.usage.verify_s += seconds
+            try:
+                self._append(seq, token)
+            except Exception as error:  # of this sequence alone
+                self._fail(seq, error)
+        return True
 
     def begin(self, batch: list[ScheduledSequence]) -> StepInFlight | None:
         """Launch a batch that has been scheduled; None: it runs as usual."""
@@ -89,7 +130,7 @@ class RunAhead:
         pages = [self._pages(seq, entry) for seq, entry in zip(sequences, entries.tolist(), strict=True)]
         return self._launch(sequences, tokens, entries, pages)
 
-    def follow(self, step: StepInFlight) -> StepInFlight | None:
+    def _follow(self, step: StepInFlight) -> StepInFlight | None:
         """Launch the step after one that is on its way; None where something else has to be scheduled first."""
         scheduler = self._scheduler
         if scheduler.waiting or self._runner.launches != step.pending.launch:
@@ -126,5 +167,5 @@ class RunAhead:
         self, sequences: list[Sequence], tokens: np.ndarray, entries: np.ndarray, pages: list[np.ndarray]
     ) -> StepInFlight | None:
         now = time.perf_counter()
-        pending = self._runner.launch(tokens, entries, pages, _chooser(sequences, entries))
+        pending = self._runner.launch(tokens, entries, pages, chooser(sequences, entries))
         return None if pending is None else StepInFlight(sequences, entries, pages, pending, now)

@@ -92,6 +92,11 @@ class Scheduler:
         return [*self.running, *self.waiting]
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether there are tokens of prompts to run, now or once there is room."""
+        return bool(self.waiting) or any(seq.remaining > 1 for seq in self.running)
+
+    @property
     def drafting(self) -> list[Sequence]:
         """Sequences whose prompts are being drafted, in order of admission."""
         return [seq for seq in self.running if seq.phase is Phase.DRAFTING]

@@ -19,7 +19,8 @@ from torch import Tensor
 from forerun.core import PrefillReport
 from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadProfile, BadRequest, ForerunError
-from forerun.models.execution.runner import Span, median_seconds
+from forerun.models.execution.runner import Span
+from forerun.models.execution.timing import median_seconds
 from forerun.params import Prefill
 from forerun.prefill import sources
 from forerun.prefill.checks import Checker, Scores, check_thresholds, divergence, wipe

@@ -99,13 +99,23 @@ class Driver:
         self._readers = 0  # callers that leave the steps to the thread
         self._mailbox: Mailbox[Event] | None = None  # to the event loop of the latest request
 
-    def run(self, requests: list[Request], on_finish: Callable[[], None] = lambda: None) -> list[list[Event]]:
-        """Run requests to their ends; the events of each, in order. An error or Ctrl-C cancels all of them. `on_finish`
-        is called at the end of each answer."""
+    def run(self, requests: list[Request]) -> list[list[Event]]:
+        """Run requests to their ends; the events of each, in order. An error or Ctrl-C cancels all of them."""
         inboxes: list[list[Event]] = [[] for _ in requests]
+        self.drive(requests, [inbox.append for inbox in inboxes])
+        return inboxes
+
+    def drive(
+        self,
+        requests: list[Request],
+        sinks: Sequence[Callable[[Event], None]],
+        on_finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        """The same; each request's events go to its sink as they come. `on_finish` is called at the end of each
+        answer."""
         last: list[Event] = []  # of answers that ended in this step
-        for request, inbox in zip(requests, inboxes, strict=True):
-            request.sink = _sink(inbox, last)
+        for request, sink in zip(requests, sinks, strict=True):
+            request.sink = _noting_ends(sink, last)
         open_answers = sum(request.params.n for request in requests)
         done = 0
         with self._stepping():
@@ -121,7 +131,6 @@ class Driver:
             except BaseException:
                 self._abandon(requests)
                 raise
-        return inboxes
 
     def request(self, ids: list[int], params: SamplingParams, session: str | None = None) -> Request:
         """A request that is checked and packed, with what it names prepared: `stream` and `astream` only queue it. For
@@ -345,11 +354,11 @@ class Driver:
             return True
 
 
-def _sink(inbox: list[Event], last: list[Event]) -> Callable[[Event], None]:
-    """Puts events into an inbox, and those that end an answer into `last` as well."""
+def _noting_ends(sink: Callable[[Event], None], last: list[Event]) -> Callable[[Event], None]:
+    """A sink that puts events which end an answer into `last`, too."""
 
     def receive(event: Event) -> None:
-        inbox.append(event)
+        sink(event)
         if event.finish_reason is not None or event.error is not None:
             last.append(event)
 

@@ -21,7 +21,8 @@ from forerun.decode.drafters.model import ModelDrafter
 from forerun.decode.drafters.tree_builder import TreeBuilder
 from forerun.errors import BadRequest
 from forerun.models.decoder import Output
-from forerun.models.execution.runner import Runner, Span, median_seconds
+from forerun.models.execution.runner import Runner, Span
+from forerun.models.execution.timing import median_seconds
 from forerun.models.hidden_draft import EagleModel
 
 

@@ -20,7 +20,7 @@ from forerun.decode.drafters.base import Drafter, DraftRequest, DraftRound
 from forerun.decode.drafters.best_first import Marginals, grow
 from forerun.decode.drafters.tree_builder import TreeBuilder
 from forerun.errors import BadRequest
-from forerun.models.execution.runner import median_seconds
+from forerun.models.execution.timing import median_seconds
 from forerun.models.online_habits import OnlineHabits
 
 TIMED_REPEATS = 3

@@ -33,7 +33,7 @@ from forerun.decode.drafters.model import ModelDrafter
 from forerun.decode.drafters.tree_builder import TreeBuilder
 from forerun.errors import BadRequest
 from forerun.models.execution.batch_split import MAX_DECODE_TOKENS
-from forerun.models.execution.runner import median_seconds
+from forerun.models.execution.timing import median_seconds
 
 
 @register

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from forerun.core.drafted import DraftedTokens
+
+NOT_LEFT = -1  # of a launch that leaves nothing on the device for the next one
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,17 @@ class PendingTokens:
         """Waits for the device."""
         self.done.synchronize()
         return [token for part in self.greedy for token in part.tolist()]
+
+
+@torch.inference_mode()
+def choose_later(logits: Tensor, choose: Callable[[Tensor, int], Tensor] | None) -> PendingTokens:
+    """Enqueue the choice of the likeliest token behind each of logits [N, V], or what `choose` makes of them."""
+    tokens = logits.argmax(-1) if choose is None else choose(logits, 0)
+    found = torch.empty(len(tokens), dtype=torch.int64, pin_memory=True)
+    found.copy_(tokens, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    return PendingTokens(done, [found], NOT_LEFT)
 
 
 @dataclass(frozen=True)

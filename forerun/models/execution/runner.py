@@ -7,7 +7,6 @@ of the logits.
 from __future__ import annotations
 
 import itertools
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -36,6 +35,7 @@ from forerun.models.execution.batch_split import (
     split_spans,
 )
 from forerun.models.execution.hidden_features import HiddenFeatures
+from forerun.models.execution.timing import median_seconds
 
 MAX_LISTED_TOKENS = 512  # of a batch that is laid out from lists
 
@@ -256,6 +256,17 @@ class Runner:
         return self.graphs is not None
 
     @property
+    def launches_prompts(self) -> bool:
+        """Whether a forward of prompts returns before the device has run it, to `choose_later` from its logits."""
+        return self.graphs is not None and self.prompts_apart
+
+    def choose_later(self, logits: Tensor, choose: Callable[[Tensor, int], Tensor] | None = None) -> PendingTokens:
+        """The likeliest tokens of logits [N, V], or those that `choose` finds, once the device has come to them."""
+        from forerun.models.cuda.pending import choose_later
+
+        return choose_later(logits, choose)
+
+    @property
     def launches(self) -> int:
         """Launches so far that leave what they chose on the device, over what the one before had left."""
         return 0 if self.graphs is None else self.graphs.launches
@@ -434,13 +445,3 @@ class Runner:
                 span = Span([0] * tokens, context, pages, (tokens - 1,), prompt=True)
             # reading one value waits for the device
             return median_seconds(lambda: self.forward([span], blocks=blocks).logits[-1, 0].item(), repeats)
-
-
-def median_seconds(run: Callable[[], object], repeats: int) -> float:
-    """Of one run; a first one does not count, unless there is no other."""
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return float(np.median(times[1:] or times))
