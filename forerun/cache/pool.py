@@ -11,6 +11,7 @@ a shared page shares what any model has computed for it.
 
 from __future__ import annotations
 
+import heapq
 import math
 import mmap
 from array import array
@@ -86,6 +87,7 @@ class PagePool:
         self.draft_kvs: list[DraftKV] = []
         self.refs = np.zeros(num_pages, dtype=np.int32)
         self.free = num_pages
+        self._runs: list[tuple[int, int]] = []  # heap of free runs (-pages, first), which may have been taken since
 
     def _make_kv(self, shape: KVShape, dtype: torch.dtype, device: torch.device) -> KV:
         slots = self.num_pages * self.page_size + EXTRA_KV_SLOTS
@@ -143,11 +145,21 @@ class PagePool:
 
     def _gap(self, count: int) -> int:
         """First page of a place in the longest free run, leaving room to grow for the sequence before it."""
-        edges = np.flatnonzero(np.diff(np.concatenate(([1], self.refs != 0, [1]))))  # free runs: start, end, start, ...
-        starts, ends = edges[::2], edges[1::2]
-        best = int(np.argmax(ends - starts))
-        start, length = int(starts[best]), int(ends[best] - starts[best])
-        return start if start == 0 else start + max(0, length - count) // 2
+        while True:
+            if not self._runs:
+                self._add_runs(0, self.num_pages)
+            length, start = heapq.heappop(self._runs)
+            if self.refs[start : start - length].any():  # pages of it were taken since
+                self._add_runs(start, start - length)
+                continue
+            heapq.heappush(self._runs, (length, start))  # until something is taken
+            return start if start == 0 else start + max(0, -length - count) // 2
+
+    def _add_runs(self, first: int, end: int) -> None:
+        """Free runs between two pages, into the heap."""
+        edges = np.flatnonzero(np.diff(np.concatenate(([1], self.refs[first:end] != 0, [1]))))  # start, end, start, ...
+        for start, stop in edges.reshape(-1, 2).tolist():
+            heapq.heappush(self._runs, (start - stop, first + start))
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy whole pages, every model's K/V of them."""
@@ -191,13 +203,16 @@ class PagePool:
             for page in pages:
                 assert self.refs[page] > 0, f"page {page} released twice"
                 self.refs[page] -= 1
-                self.free += int(self.refs[page] == 0)
+                if self.refs[page] == 0:
+                    self.free += 1
+                    self._runs.clear()  # they may have grown
             return
         rows = np.array(pages, dtype=np.int64)
         np.subtract.at(self.refs, rows, 1)  # a page may be among them twice, if it is held twice
-        gone = rows[self.refs[rows] < 0]
-        assert not len(gone), f"page {gone[0]} released twice"
-        self.free = self.num_pages - int(np.count_nonzero(self.refs))
+        left = self.refs[rows]
+        assert left.min() >= 0, f"page {rows[left.argmin()]} released twice"
+        self.free += len(np.unique(rows[left == 0]))
+        self._runs.clear()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

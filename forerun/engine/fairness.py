@@ -10,8 +10,10 @@ pages, no steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from forerun.engine.sequence import Client, Sequence
@@ -46,61 +48,101 @@ class _Keys(NamedTuple):
         return cls((new, *age), (new, seq.prompt_left, *age))
 
 
+@dataclass
+class _Own:
+    """One client's prompts in two orders, as heaps; what has left or changed its place is passed over."""
+
+    client: Client
+    keys: dict[Sequence, _Keys] = field(default_factory=dict)  # of those that are in line
+    by_age: list[tuple[tuple[float, ...], Sequence]] = field(default_factory=list)
+    by_length: list[tuple[tuple[float, ...], Sequence]] = field(default_factory=list)
+
+    @property
+    def oldest(self) -> Sequence:
+        while self.by_age[0][1] not in self.keys:
+            heapq.heappop(self.by_age)
+        return self.by_age[0][1]
+
+    @property
+    def shortest(self) -> Sequence:
+        while (found := self.keys.get(self.by_length[0][1])) is None or found.shortest != self.by_length[0][0]:
+            heapq.heappop(self.by_length)
+        return self.by_length[0][1]
+
+
+class PromptLine:
+    """The prompts of one step, in line for its portions: a hundred are ordered once, and asked for dozens of times."""
+
+    def __init__(self, shares: FairShares, prompts: Iterable[Sequence]) -> None:
+        self._shares, self._own = shares, dict[str, _Own]()
+        for seq in prompts:
+            client = seq.request.client
+            if client.name not in self._own:
+                self._own[client.name] = _Own(client)
+            self._own[client.name].keys[seq] = _Keys.of(seq)
+        for own in self._own.values():
+            own.by_age = [(keys.age, seq) for seq, keys in own.keys.items()]
+            own.by_length = [(keys.shortest, seq) for seq, keys in own.keys.items()]
+            heapq.heapify(own.by_age)
+            heapq.heapify(own.by_length)
+
+    def __bool__(self) -> bool:
+        return bool(self._own)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return itertools.chain.from_iterable(own.keys for own in self._own.values())
+
+    def next(self) -> Sequence:
+        """The sequence whose prompt gets the next portion."""
+        client = next(iter(self._own))
+        if len(self._own) > 1:
+            client = min(self._own, key=self._precedence)
+        own = self._own[client]
+        return own.oldest if self._shares.account(own.client).owed >= MIN_PORTION_TOKENS else own.shortest
+
+    def give(self, seq: Sequence, tokens: int) -> None:
+        """A portion of these prompts' tokens is for this one, which is in line."""
+        account = self._shares.account(seq.request.client)
+        oldest = self._own[seq.request.client.name].oldest
+        owed = account.owed + OLDEST_SHARE * tokens - (tokens if seq is oldest else 0)
+        account.owed = max(0.0, min(MAX_OWED_TOKENS, owed))
+        self._shares.charge(seq.request.client, tokens)
+
+    def admitted(self, seq: Sequence) -> None:
+        """How much of its prompt is cached is known now."""
+        own, keys = self._own[seq.request.client.name], _Keys.of(seq)
+        if own.keys[seq].shortest != keys.shortest:
+            own.keys[seq] = keys
+            heapq.heappush(own.by_length, (keys.shortest, seq))
+
+    def leave(self, seq: Sequence) -> None:
+        """It gets nothing more in this step."""
+        own = self._own[seq.request.client.name]
+        del own.keys[seq]
+        if not own.keys:
+            del self._own[seq.request.client.name]
+
+    def _precedence(self, client: str) -> tuple[float, int]:
+        own = self._own[client]
+        return self._shares.account(own.client).virtual_time, min(s.prompt_left for s in own.keys)
+
+
 class FairShares:
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}  # by the client's name
         self._now = 0.0  # virtual time: of the active client that has been given least
-        self._keys: dict[Sequence, _Keys] = {}  # of this step: a hundred prompts are asked for dozens of times
 
-    def begin_step(self, sequences: Collection[Sequence]) -> None:
+    def begin_step(self, sequences: Iterable[Sequence]) -> None:
         """`sequences`: all that run or wait."""
-        self._keys.clear()
-        if sequences:
-            clients = {seq.request.client for seq in sequences}
-            self._now = min(self._account(client).virtual_time for client in clients)
+        clients = {seq.request.client.name: seq.request.client for seq in sequences}
+        if clients:
+            self._now = min(self.account(client).virtual_time for client in clients.values())
 
     def charge(self, client: Client, tokens: int) -> None:
         """Tokens of a client ran, of a prompt or of an answer."""
-        self._account(client).virtual_time += tokens / client.weight
+        self.account(client).virtual_time += tokens / client.weight
 
-    def next(self, candidates: Collection[Sequence]) -> Sequence:
-        """The sequence whose prompt gets the next portion."""
-        by_client: dict[Client, list[Sequence]] = {}
-        for seq in candidates:
-            by_client.setdefault(seq.request.client, []).append(seq)
-        client = next(iter(by_client))
-        if len(by_client) > 1:
-            client = min(by_client, key=lambda c: (self._account(c).virtual_time, self._fewest(by_client[c])))
-        own = by_client[client]
-        return min(own, key=self._age if self._account(client).owed >= MIN_PORTION_TOKENS else self._shortest)
-
-    def give(self, seq: Sequence, tokens: int, candidates: Collection[Sequence]) -> None:
-        """A portion of these candidates' prompt tokens is for this one."""
-        client = seq.request.client
-        own = [s for s in candidates if s.request.client == client]
-        account, oldest = self._account(client), min(own, key=self._age)
-        owed = account.owed + OLDEST_SHARE * tokens - (tokens if seq is oldest else 0)
-        account.owed = max(0.0, min(MAX_OWED_TOKENS, owed))
-        self.charge(client, tokens)
-
-    def admitted(self, seq: Sequence) -> None:
-        """How much of its prompt is cached is known now."""
-        self._keys.pop(seq, None)
-
-    def _fewest(self, own: list[Sequence]) -> int:
-        return min(s.prompt_left for s in own)
-
-    def _age(self, seq: Sequence) -> tuple[float, ...]:
-        return (self._keys.get(seq) or self._key(seq)).age
-
-    def _shortest(self, seq: Sequence) -> tuple[float, ...]:
-        return (self._keys.get(seq) or self._key(seq)).shortest
-
-    def _key(self, seq: Sequence) -> _Keys:
-        found = self._keys[seq] = _Keys.of(seq)
-        return found
-
-    def _account(self, client: Client) -> _Account:
+    def account(self, client: Client) -> _Account:
         account = self._accounts.setdefault(client.name, _Account(self._now))
         account.virtual_time = max(account.virtual_time, self._now)
         return account

@@ -26,7 +26,7 @@ from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
 from forerun.cache.tiers import Tiers
 from forerun.decode.control.cost import CostCurve
-from forerun.engine.fairness import FairShares, portion
+from forerun.engine.fairness import FairShares, PromptLine, portion
 from forerun.engine.pace import StepPacer, StepWork
 from forerun.engine.preemption import victim_for_admission, victim_for_growth
 from forerun.engine.sequence import Client, Phase, ScheduledSequence, Sequence
@@ -173,23 +173,25 @@ class Scheduler:
             prompts += self._next_in_line([seq for seq in self.waiting if self._can_try(seq)])
         given: dict[Sequence, int] = {}
         size, failures, left_s = portion(budget) if self._shared else budget, 0, self._seconds_beside_streams()
-        while budget > 0 and prompts:
-            seq = self.shares.next(prompts) if self._shared else prompts[0]
+        line = PromptLine(self.shares, prompts)
+        while budget > 0 and line:
+            seq = line.next()
             if seq in self._preempted:
-                prompts.remove(seq)
+                line.leave(seq)
                 continue
             waited = seq.phase is Phase.WAITING
             if waited and not self._admit(seq):
-                prompts.remove(seq)
+                line.leave(seq)
                 failures += self._can_try(seq)
                 full, client = len(self.running) >= self.max_num_seqs, seq.request.client
                 if failures == MAX_FAILED_ADMISSIONS or full:  # of other clients, one may still be preempted for
-                    prompts = [p for p in prompts if p.running or (full and p.request.client != client)]
+                    for other in [p for p in line if not p.running and not (full and p.request.client != client)]:
+                        line.leave(other)
                 continue
-            if waited and self._shared:
-                self.shares.admitted(seq)
+            if waited:
+                line.admitted(seq)
             if seq.phase in (Phase.DRAFTING, Phase.HELD):
-                prompts.remove(seq)
+                line.leave(seq)
                 continue
             most = min(seq.remaining, self._chunk(seq))
             count = min(size, budget, most - given.get(seq, 0))
@@ -202,9 +204,9 @@ class Scheduler:
             given[seq] = given.get(seq, 0) + count
             budget -= count
             if self._shared:
-                self.shares.give(seq, count, prompts)
+                line.give(seq, count)
             if given[seq] == most:
-                prompts.remove(seq)
+                line.leave(seq)
         return given
 
     def _active(self) -> list[Sequence]:
@@ -323,8 +325,8 @@ class Scheduler:
         self.running.append(seq)
         seq.admitted_with, seq.without_room_since = len(seq.tokens), 0.0
         for other in self.waiting:
-            mine = other.request.client == seq.request.client
-            if other.request.arrived < seq.request.arrived and (mine or other.lacks_room):
+            passed = other.request.arrived < seq.request.arrived
+            if passed and (other.lacks_room or other.request.client == seq.request.client):
                 other.overtaken += len(seq.tokens)
         served = self.prefixes.begin(seq, start)
         seq.enter_next()
@@ -348,9 +350,12 @@ class Scheduler:
 
     def _promised(self, seq: Sequence) -> int:
         """Pages that sequences admitted before this one still need for their prompts."""
-        others = [other for other in self.running if other.phase is Phase.PREFILLING]
-        held = [other.final for other in self.running if other.final is not None and other.final is not seq]
-        others += [final for final in held if final.phase is Phase.WAITING]
+        others, prefilling, waiting = list[Sequence](), Phase.PREFILLING, Phase.WAITING
+        for other in self.running:
+            if other.phase is prefilling:
+                others.append(other)
+            if (final := other.final) is not None and final is not seq and final.phase is waiting:
+                others.append(final)
         return sum(self.pool.pages_for(len(other.tokens)) - len(other.pages) for other in others)
 
     def _unpin_for(self, seq: Sequence, pages: int) -> bool:

@@ -189,7 +189,8 @@ class Sequence:
     def packed(self, end: int) -> array[int]:
         """The first tokens as int32, negative `end` as in slices. Caches read the same ones several times,
         and packing a long prompt anew takes longer than all else that they do."""
-        self._packed.extend(self.tokens[len(self._packed) :])
+        if len(self._packed) < len(self.tokens):
+            self._packed.extend(self.tokens[len(self._packed) :])
         return self._packed[:end]
 
     @property

@@ -373,11 +373,14 @@ class Prefixes:
         What is exact can be read as soon as the prefill has passed it, a draft when all of it is done."""
         if self.tree is None or not seq.params.cache:
             return False
-        page, own = self.pool.page_size, seq.packed(-1)  # the last token runs in any case
-        prefills = (r for r in running if r.phase is not Phase.DECODING and seq.can_read(r))
-        leaders = [r for r in prefills if r.packed(page) == own[:page]]
-        if not leaders or len(own) < page:
+        page, decoding = self.pool.page_size, Phase.DECODING
+        if len(seq.tokens) <= page:  # the last token runs in any case
             return False
+        start = seq.tokens[:page]
+        leaders = [r for r in running if r.phase is not decoding and r.tokens[:page] == start and seq.can_read(r)]
+        if not leaders:
+            return False
+        own = seq.packed(-1)
         known = max(len(self.exact_pages(seq)) * page, self._touch(seq))
         for leader in leaders:
             shared = common_prefix(leader.packed(len(own)), own) // page * page

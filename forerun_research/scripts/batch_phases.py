@@ -5,7 +5,7 @@
 Random weights, 512 + 128 tokens. For each batch: tokens a second of three runs without speculation and with `auto`, the
 seconds until the last first token, and the time of a step that only decodes. `--profile`: of further runs, how long the
 device was busy in each phase, and the functions in which the host spent most of its time. `--steps`: each step with
-prompts, in parts.
+prompts, in parts. `--check`: whether prompts that are launched ahead of the host have the answers of steps one by one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import cProfile
 import gc
 import io
 import pstats
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from forerun.core import SamplingParams
 from forerun.engine import engine as engine_module
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
+from forerun.models.execution.runner import Runner
 from forerun_research.bench.shapes import SHAPES, RandomCheckpoint, random_ids
 
 PROMPT_TOKENS, ANSWER_TOKENS, RUNS, SHOWN = 512, 128, 3, 25
@@ -55,6 +57,7 @@ class Watch:
     on_decoding: Callable[[], None] = lambda: None  # called once, after the step with the last first token
     decoding_from: float = 0.0  # by `clock`
     decoding_from_ns: int = 0  # since 1970
+    left: int = 0  # tokens of each answer after that step
     gc_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -79,6 +82,7 @@ class Watch:
         self.steps.append(Step(began, ended - began, work.tokens, work.streams, self.parts, self.gc_s - gc_s))
         if not self.decoding_from and self._all_decode():
             self.decoding_from, self.decoding_from_ns = ended, time.time_ns()
+            self.left = max(seq.params.max_tokens - seq.num_generated for seq in self.engine.scheduler.running)
             self.on_decoding()
         return went
 
@@ -118,7 +122,7 @@ def run(llm: LLM, watch: Watch, prompts: list[Any], params: SamplingParams) -> t
     watch.began = began = watch.clock()
     llm.generate(prompts, params)
     ended = watch.clock()
-    return ended - began, watch.decoding_from - began, (ended - watch.decoding_from) / (params.max_tokens - 1)
+    return ended - began, watch.decoding_from - began, (ended - watch.decoding_from) / watch.left
 
 
 def show_steps(watch: Watch) -> None:
@@ -126,8 +130,9 @@ def show_steps(watch: Watch) -> None:
         if step.prompt_tokens or step.began < watch.decoding_from:
             parts = ", ".join(f"{name} {1e3 * s:.1f}" for name, s in step.parts.items())
             rest = 1e3 * (step.took - sum(step.parts.values()))
-            print(f"    at {1e3 * (step.began - watch.began):7.1f} ms: {step.prompt_tokens:6} prompt tokens, {step.rows:3} rows:"
-                  f" {1e3 * step.took:6.1f} ms ({parts}, rest {rest:.1f}; garbage {1e3 * step.gc_s:.1f})", flush=True)  # fmt: skip
+            at, took = 1e3 * (step.began - watch.began), 1e3 * step.took
+            print(f"    at {at:7.1f} ms: {step.prompt_tokens:6} prompt tokens, {step.rows:3} rows: {took:6.1f} ms "
+                  f"({parts}, rest {rest:.1f}; garbage {1e3 * step.gc_s:.1f})", flush=True)  # fmt: skip
 
 
 def show_functions(name: str, profile: cProfile.Profile) -> None:
@@ -179,17 +184,34 @@ def profile_device(llm: LLM, watch: Watch, prompts: list[Any], params: SamplingP
     kernels = [e for e in results.events() if e.device_type() == cuda]
     spans = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in kernels]
     begun, ended = min(s for s, _ in spans), max(e for _, e in spans)
-    cut = watch.decoding_from_ns
-    steps = params.max_tokens - 1
-    print(f"  profiled: prompts {(cut - before) / 1e9:.3f} s, device busy {busy_s(spans, before, cut):.3f}; a step "
-          f"{(after - cut) / 1e6 / steps:.3f} ms, device {1e3 * busy_s(spans, cut, after) / steps:.3f}; first kernel "
-          f"{(begun - before) / 1e6:.1f} ms after the start, last {(after - ended) / 1e6:.1f} before the end", flush=True)  # fmt: skip
+    cut, steps = watch.decoding_from_ns, watch.left
+    prompts_s, step_ms = (cut - before) / 1e9, (after - cut) / 1e6 / steps
+    print(f"  profiled: prompts {prompts_s:.3f} s, device busy {busy_s(spans, before, cut):.3f}; a step {step_ms:.3f} "
+          f"ms, device {1e3 * busy_s(spans, cut, after) / steps:.3f}; first kernel {(begun - before) / 1e6:.1f} ms "
+          f"after the start, last {(after - ended) / 1e6:.1f} before the end", flush=True)  # fmt: skip
     by_name: dict[str, list[int]] = {}
     for kernel in kernels:
         where = "prompts" if kernel.start_ns() < cut else "decoding"
         by_name.setdefault(f"{where:8} {kernel.name()[:70]}", []).append(kernel.duration_ns())
     for name, durations in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:16]:
         print(f"    {sum(durations) / 1e6:8.1f} ms in {len(durations):6} of {name}", flush=True)
+
+
+def check(llm: LLM, vocab: int) -> None:
+    """Answers where prompts are launched ahead of the host against those of steps one by one."""
+    draw, scheduler = random.Random(1), llm.engine.scheduler
+    prompts: list[Any] = [random_ids(vocab, draw.randrange(20, 600), i) for i in range(24)]
+    whole, ahead = scheduler.max_num_batched_tokens, Runner.launches_prompts
+    for sampling in ({}, {"temperature": 0.8, "seed": 7}):
+        params = SamplingParams(max_tokens=24, ignore_eos=True, speculation="off", **sampling)  # type: ignore[arg-type]
+        for scheduler.max_num_batched_tokens in (300, 1000, 5000):
+            found = []
+            for Runner.launches_prompts in (property(lambda runner: False), ahead):  # type: ignore[method-assign]
+                llm.clear_cache()
+                found.append([answer.token_ids for answer in llm.generate(prompts, params)])
+            equal = sum(a == b for a, b in zip(*found, strict=True))
+            print(f"steps of {scheduler.max_num_batched_tokens}, {sampling}: {equal} of 24 equal", flush=True)
+    scheduler.max_num_batched_tokens = whole
 
 
 def main() -> None:
@@ -199,6 +221,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--profiled", default="64,256", help="batches that are profiled")
     args = parser.parse_args()
     batches = [int(size) for size in args.batches.split(",")]
@@ -208,6 +231,8 @@ def main() -> None:
     began = time.perf_counter()
     with LLM(RandomCheckpoint(args.shape, device), device=args.device, quiet=True, **room) as llm:  # type: ignore[arg-type]
         print(f"opened in {time.perf_counter() - began:.1f} s", flush=True)
+        if args.check:
+            check(llm, SHAPES[args.shape].vocab_size)
         watch = Watch(llm.engine, time.perf_counter)
         for size in batches:
             prompts: list[Any] = [random_ids(SHAPES[args.shape].vocab_size, PROMPT_TOKENS, 97 * i) for i in range(size)]
@@ -215,8 +240,9 @@ def main() -> None:
                 params = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True, speculation=speculation)
                 for _ in range(RUNS + 1):
                     whole, first, step = run(llm, watch, prompts, params)
-                    print(f"{args.shape}, {size} requests, {speculation}: {ANSWER_TOKENS * size / whole:,.0f} tokens/s; "
-                          f"all have begun after {first:.3f} s, then {1e3 * step:.3f} ms a step; garbage {watch.gc_s:.3f} s", flush=True)  # fmt: skip
+                    rate = ANSWER_TOKENS * size / whole
+                    print(f"{args.shape}, {size} requests, {speculation}: {rate:,.0f} tokens/s; all have begun after "
+                          f"{first:.3f} s, then {1e3 * step:.3f} ms a step; garbage {watch.gc_s:.3f}", flush=True)  # fmt: skip
                 if args.steps and speculation == "off":
                     show_steps(watch)
             if args.profile and str(size) in args.profiled.split(","):

@@ -61,6 +61,27 @@ def test_a_growing_sequence_stays_in_one_run_beside_others():
         assert pages == list(range(pages[0], pages[0] + len(pages)))
 
 
+def test_a_new_sequence_begins_in_the_middle_of_the_longest_free_run():
+    """However many came and went: against a look at all pages."""
+    pool, draw = make_pool(200), random.Random(5)
+    held: list[list[int]] = []
+    for _ in range(400):
+        count = draw.choice([1, 3, 20])
+        if pool.free >= count and draw.random() < 0.6:
+            runs, start = list[tuple[int, int]](), None
+            for page, refs in enumerate([*pool.refs.tolist(), 1]):
+                if not refs and start is None:
+                    start = page
+                elif refs and start is not None:
+                    runs, start = [*runs, (page - start, start)], None
+            length, first = max(runs, key=lambda run: (run[0], -run[1]))
+            held.append(pool.allocate(count))
+            assert held[-1][0] == (first if first == 0 else first + max(0, length - count) // 2)
+        elif held:
+            pool.release(held.pop(draw.randrange(len(held))))
+        assert pool.free == int((pool.refs == 0).sum())
+
+
 def test_memory_is_what_was_configured():
     pool = make_pool(10)
     slack = EXTRA_KV_SLOTS // 4 * PagePool.page_bytes(CONFIG, 4, torch.float32)

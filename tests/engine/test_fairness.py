@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
 
 from forerun.core import SamplingParams
-from forerun.engine.fairness import OLDEST_SHARE, FairShares, portion
+from forerun.engine.fairness import OLDEST_SHARE, FairShares, PromptLine, portion
 from forerun.engine.sequence import Client, Phase, Request, Sequence
 
 
@@ -22,11 +23,12 @@ def serve(shares: FairShares, prompts: list[Sequence], portions: int, size: int 
     given: Counter[Sequence] = Counter()
     for _ in range(portions):
         shares.begin_step(prompts)
-        seq = shares.next(prompts)
+        line = PromptLine(shares, prompts)
+        seq = line.next()
         count = min(size, seq.remaining)
         seq.computed += count
         given[seq] += count
-        shares.give(seq, count, prompts)
+        line.give(seq, count)
         if not seq.remaining:
             prompts.remove(seq)
         if not prompts:
@@ -98,16 +100,42 @@ def test_answers_count_too():
 def test_a_preempted_answer_goes_on_before_new_prompts():
     preempted, new = sequence(500), sequence(20)
     preempted.tokens.append(7)
-    assert FairShares().next([new, preempted]) is preempted
+    assert PromptLine(FairShares(), [new, preempted]).next() is preempted
 
 
 def test_what_is_cached_does_not_count_while_a_sequence_waits():
     known, unknown = sequence(5000), sequence(300)
     known.expected_cached = 4990
     assert known.phase is Phase.WAITING and known.prompt_left == 10
-    assert FairShares().next([unknown, known]) is known
+    assert PromptLine(FairShares(), [unknown, known]).next() is known
     known.enter(Phase.PREFILLING)
     assert known.prompt_left == 5000  # from now on what was computed counts
+
+
+def test_a_line_in_which_prompts_come_and_go():
+    """Against the least of all that are left, portion by portion."""
+    draw, shares = random.Random(3), FairShares()
+    prompts = [sequence(draw.randrange(20, 60), arrived=draw.random()) for _ in range(40)]
+    for seq in prompts:
+        seq.expected_cached = draw.choice([0, 16])
+    line, left = PromptLine(shares, prompts), list(prompts)
+    while line:
+        owed = shares.account(Client()).owed >= 16
+        seq = line.next()
+        assert seq is min(left, key=lambda s: s.request.arrived if owed else (s.prompt_left, s.request.arrived))
+        if seq.phase is Phase.WAITING:
+            seq.enter(Phase.PREFILLING)  # more is left than it seemed where something was expected to be cached
+            line.admitted(seq)
+        line.give(seq, 16)
+        if draw.random() < 0.5:
+            line.leave(seq)
+            left.remove(seq)
+        if draw.random() < 0.1:
+            gone = set(draw.sample(left, len(left) // 8))
+            for seq in [s for s in line if s in gone]:
+                line.leave(seq)
+            left = [s for s in left if s not in gone]
+    assert not left
 
 
 def test_portions():

@@ -220,7 +220,12 @@ def test_any_arrivals_and_cancellations(folder: Path, seed: int):
     """Answers that were not cancelled are those of each request alone."""
     draw = random.Random(seed)
     engine, _ = launching(folder, kv_cache_tokens=8 * draw.choice([40, 60, 256]), max_num_seqs=draw.choice([2, 5, 16]))
-    pool = [GREEDY, replace(GREEDY, temperature=1.0, seed=5), replace(GREEDY, presence_penalty=0.4), replace(GREEDY, max_tokens=3)]
+    pool = [
+        GREEDY,
+        replace(GREEDY, temperature=1.0, seed=5),
+        replace(GREEDY, presence_penalty=0.4),
+        replace(GREEDY, max_tokens=3),
+    ]
     asked: list[tuple[Answer, list[int], SamplingParams]] = []
     for _ in range(60):
         if len(asked) < 14 and draw.random() < 0.4:
