@@ -51,13 +51,16 @@ class Completion:
 
 class Collector:
     """A request's answers as its events come. No event is kept: a hundred thousand of them make Python search all
-    that a process holds for garbage, a tenth of a second each time."""
+    that a process holds for garbage, a tenth of a second each time. Last events of answers go into `ended`, too."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, ended: list[Event] | None = None) -> None:
+        self._ended = [] if ended is None else ended
         self._request, self._choices = request, [Choice() for _ in range(request.params.n)]
         self._parts: dict[int, Usage] = {}
 
     def add(self, event: Event) -> None:
+        if event.finish_reason is not None or event.error is not None:
+            self._ended.append(event)
         if event.provisional:  # what is confirmed of it comes again
             return
         self._choices[event.index].add(event)
@@ -90,9 +93,12 @@ def _merge(parts: dict[int, Usage], prompt_tokens: int) -> Usage:
 
 def complete(driver: Driver, requests: list[Request], progress: bool) -> list[Completion]:
     """Run all requests; one `Completion` each, in order."""
-    collectors = [Collector(request) for request in requests]
+    ended: list[Event] = []
+    collectors = [Collector(request, ended) for request in requests]
+    for request, collector in zip(requests, collectors, strict=True):
+        request.sink = collector.add
     with counter(_answers(requests), "answers", quiet=not progress) as count:
-        driver.drive(requests, [collector.add for collector in collectors], on_finish=count)
+        driver.drive(requests, ended, on_finish=count)
     return [collector.completion() for collector in collectors]
 
 

@@ -121,16 +121,16 @@ class Engine:
         self.process_inbox()
         if self._draft_ahead.in_flight is not None and self._draft_ahead.step():
             return True
-        if self._run_ahead.step():
+        if self._run_ahead.in_flight is not None and self._run_ahead.step():
             return True
         start = time.perf_counter()
-        if not self.scheduler.has_prompts:
-            self._prompts_ahead.finish()  # all sequences decode together then
+        if self._prompts_ahead.in_flight is not None:
+            self._prompts_ahead.settle()
         # a piece of each prompt whose K/V is drafted, not computed
         spent = self.speculative_prefill.advance() if self.scheduler.drafting else 0
         batch = self.scheduler.schedule(spent)
-        if all(s.decodes for s in batch):
-            self._prompts_ahead.finish()
+        if self._prompts_ahead.in_flight is not None and all(s.decodes for s in batch):
+            self._prompts_ahead.finish()  # those that wait have no room
         if not batch:
             return spent > 0 or not self.idle
         if any(s.verifies_provisional for s in batch):
@@ -138,7 +138,7 @@ class Engine:
         self._draft_tokens(batch)  # for the sequences that decode with speculation
         if self._draft_ahead.in_flight is not None:
             return self._draft_ahead.step()
-        if self._prompts_ahead.step(batch) or self._run_ahead.start(batch):
+        if self.runner.can_launch and (self._prompts_ahead.step(batch) or self._run_ahead.start(batch)):
             return True
         output = self._run(batch)  # logits of every sequence that samples: of its last token, then of its draft
         outputs = verify(output, [s.verify_input for s in batch if s.samples])

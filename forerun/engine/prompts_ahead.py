@@ -61,11 +61,19 @@ class PromptsAhead:
     ) -> None:
         self._runner, self._scheduler, self._run_ahead = runner, scheduler, run_ahead
         self._computed, self._add = computed, add
-        self._in_flight: PromptsInFlight | None = None
+        self.in_flight: PromptsInFlight | None = None
+
+    def settle(self) -> None:
+        """Before a step is scheduled: read the tokens that it should know of, since no prompts are left to be launched
+        first, or since the gap to a stream's next token has a bound."""
+        scheduler, step = self._scheduler, self.in_flight
+        prompts = bool(scheduler.waiting) or any(seq.remaining > 1 for seq in scheduler.running)
+        if not prompts or (step is not None and any(s.seq.request.streamed for s in step.ended)):
+            self.finish()
 
     def finish(self) -> None:
         """Read the first tokens that are on their way."""
-        step, self._in_flight = self._in_flight, None
+        step, self.in_flight = self.in_flight, None
         if step is None:
             return
         for scheduled, token in zip(step.ended, step.pending.read(), strict=True):
@@ -87,7 +95,7 @@ class PromptsAhead:
             return False
         following = self._launch([s for s in batch if not s.decodes])
         self.finish()
-        self._in_flight = following
+        self.in_flight = following
         for scheduled, token in zip(rows, decoding.pending.read() if decoding else (), strict=True):
             self._computed(scheduled)
             self._add(scheduled, StepOutput(_NOTHING_ACCEPTED, [token]))

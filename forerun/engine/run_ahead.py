@@ -86,7 +86,7 @@ class RunAhead:
     ) -> None:
         self._runner, self._scheduler, self._max_length = runner, scheduler, max_length
         self._speculator, self._stays_plain, self._append, self._fail = speculator, stays_plain, append, fail
-        self._in_flight: StepInFlight | None = None
+        self.in_flight: StepInFlight | None = None
         self._last_read = 0.0  # when the tokens of a step were read
 
     def start(self, batch: list[ScheduledSequence]) -> bool:
@@ -96,12 +96,12 @@ class RunAhead:
 
     def step(self) -> bool:
         """Go on from the step that is on its way; False where none is."""
-        step, self._in_flight = self._in_flight, None
+        step, self.in_flight = self.in_flight, None
         return step is not None and step.live and self._finish(step)
 
     def _finish(self, step: StepInFlight) -> bool:
         """Launch the step after one that is on its way, then read that one's tokens and do what is to be done."""
-        self._in_flight = self._follow(step)
+        self.in_flight = self._follow(step)
         start = time.perf_counter()
         tokens, now = step.pending.read(), time.perf_counter()
         waited_s = now - start if step.launched < self._last_read else 0.0

@@ -92,11 +92,6 @@ class Scheduler:
         return [*self.running, *self.waiting]
 
     @property
-    def has_prompts(self) -> bool:
-        """Whether there are tokens of prompts to run, now or once there is room."""
-        return bool(self.waiting) or any(seq.remaining > 1 for seq in self.running)
-
-    @property
     def drafting(self) -> list[Sequence]:
         """Sequences whose prompts are being drafted, in order of admission."""
         return [seq for seq in self.running if seq.phase is Phase.DRAFTING]
@@ -171,8 +166,10 @@ class Scheduler:
         prompts = [seq for seq in self._active() if seq.remaining > 1]
         if not self._preempted:  # else what was just taken away would be handed out again
             prompts += self._next_in_line([seq for seq in self.waiting if self._can_try(seq)])
+        if not self._shared:
+            return {seq: count for seq in prompts if (count := self._portion_alone(seq, budget))}
         given: dict[Sequence, int] = {}
-        size, failures, left_s = portion(budget) if self._shared else budget, 0, self._seconds_beside_streams()
+        size, failures, left_s = portion(budget), 0, self._seconds_beside_streams()
         line = PromptLine(self.shares, prompts)
         while budget > 0 and line:
             seq = line.next()
@@ -203,11 +200,16 @@ class Scheduler:
                 left_s -= count * token_s
             given[seq] = given.get(seq, 0) + count
             budget -= count
-            if self._shared:
-                line.give(seq, count)
+            line.give(seq, count)
             if given[seq] == most:
                 line.leave(seq)
         return given
+
+    def _portion_alone(self, seq: Sequence, budget: int) -> int:
+        """The same of the only sequence that there is."""
+        if budget <= 0 or (seq.phase is Phase.WAITING and not self._admit(seq)):
+            return 0
+        return 0 if seq.phase in (Phase.DRAFTING, Phase.HELD) else min(budget, seq.remaining, self._chunk(seq))
 
     def _active(self) -> list[Sequence]:
         return [seq for seq in self.running if seq.phase in (Phase.PREFILLING, Phase.DECODING)]

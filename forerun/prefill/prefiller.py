@@ -86,8 +86,7 @@ class Prefiller:
 
     def time_exact(self, tokens: int) -> None:
         """Let the forecast know what exact prefill takes, where a few milliseconds answer that."""
-        pool = self._runner.pool
-        if pool.pages_for(tokens) <= pool.free:
+        if (pool := self._runner.pool).pages_for(tokens) <= pool.free:
             with pool.borrow(tokens) as pages:
                 span = Span([0] * tokens, 0, pages, (tokens - 1,), prompt=True)
                 seconds = median_seconds(lambda: self._runner.forward([span]).logits[-1, 0].item(), 2)

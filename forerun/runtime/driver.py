@@ -102,20 +102,15 @@ class Driver:
     def run(self, requests: list[Request]) -> list[list[Event]]:
         """Run requests to their ends; the events of each, in order. An error or Ctrl-C cancels all of them."""
         inboxes: list[list[Event]] = [[] for _ in requests]
-        self.drive(requests, [inbox.append for inbox in inboxes])
+        ended: list[Event] = []
+        for request, inbox in zip(requests, inboxes, strict=True):
+            request.sink = _sink(inbox, ended)
+        self.drive(requests, ended)
         return inboxes
 
-    def drive(
-        self,
-        requests: list[Request],
-        sinks: Sequence[Callable[[Event], None]],
-        on_finish: Callable[[], None] = lambda: None,
-    ) -> None:
-        """The same; each request's events go to its sink as they come. `on_finish` is called at the end of each
-        answer."""
-        last: list[Event] = []  # of answers that ended in this step
-        for request, sink in zip(requests, sinks, strict=True):
-            request.sink = _noting_ends(sink, last)
+    def drive(self, requests: list[Request], ended: list[Event], on_finish: Callable[[], None] = lambda: None) -> None:
+        """The same for requests that have sinks: these put each answer's last event into `ended`, too. `on_finish` is
+        called at the end of each answer."""
         open_answers = sum(request.params.n for request in requests)
         done = 0
         with self._stepping():
@@ -124,10 +119,10 @@ class Driver:
                     self._submit(request)
                 while done < open_answers:
                     self._step(requests)
-                    for event in last:
+                    for event in ended:
                         done += _ends(event)
                         on_finish()
-                    last.clear()
+                    ended.clear()
             except BaseException:
                 self._abandon(requests)
                 raise
@@ -354,13 +349,13 @@ class Driver:
             return True
 
 
-def _noting_ends(sink: Callable[[Event], None], last: list[Event]) -> Callable[[Event], None]:
-    """A sink that puts events which end an answer into `last`, too."""
+def _sink(inbox: list[Event], ended: list[Event]) -> Callable[[Event], None]:
+    """Puts events into an inbox, and those that end an answer into `ended` as well."""
 
     def receive(event: Event) -> None:
-        sink(event)
+        inbox.append(event)
         if event.finish_reason is not None or event.error is not None:
-            last.append(event)
+            ended.append(event)
 
     return receive
 

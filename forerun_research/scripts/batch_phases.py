@@ -35,7 +35,7 @@ PROMPT_TOKENS, ANSWER_TOKENS, RUNS, SHOWN = 512, 128, 3, 25
 
 
 @dataclass
-class Step:
+class TimedStep:
     began: float  # seconds
     took: float
     prompt_tokens: int
@@ -52,7 +52,7 @@ class Watch:
     clock: Callable[[], float]
     asked: int = 0
     began: float = 0.0  # by `clock`
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TimedStep] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
     on_decoding: Callable[[], None] = lambda: None  # called once, after the step with the last first token
     decoding_from: float = 0.0  # by `clock`
@@ -79,7 +79,7 @@ class Watch:
         self.parts, began, gc_s = {}, self.clock(), self.gc_s
         went = self._step()
         ended, work = self.clock(), self.engine.scheduler.work
-        self.steps.append(Step(began, ended - began, work.tokens, work.streams, self.parts, self.gc_s - gc_s))
+        self.steps.append(TimedStep(began, ended - began, work.tokens, work.streams, self.parts, self.gc_s - gc_s))
         if not self.decoding_from and self._all_decode():
             self.decoding_from, self.decoding_from_ns = ended, time.time_ns()
             self.left = max(seq.params.max_tokens - seq.num_generated for seq in self.engine.scheduler.running)
@@ -241,8 +241,9 @@ def main() -> None:
                 for _ in range(RUNS + 1):
                     whole, first, step = run(llm, watch, prompts, params)
                     rate = ANSWER_TOKENS * size / whole
-                    print(f"{args.shape}, {size} requests, {speculation}: {rate:,.0f} tokens/s; all have begun after "
-                          f"{first:.3f} s, then {1e3 * step:.3f} ms a step; garbage {watch.gc_s:.3f}", flush=True)  # fmt: skip
+                    phases = f"all begun after {first:.3f} s, then {1e3 * step:.3f} ms a step"
+                    print(f"{args.shape}, {size} requests, {speculation}: {rate:,.0f} tokens/s; {phases}; "
+                          f"garbage {watch.gc_s:.3f} s", flush=True)  # fmt: skip
                 if args.steps and speculation == "off":
                     show_steps(watch)
             if args.profile and str(size) in args.profiled.split(","):

@@ -189,6 +189,27 @@ def test_prompts_beside_streams_run_as_usual(folder: Path):
     finish(engine)
 
 
+def test_the_first_token_of_a_stream_is_read_before_anything_else_is_launched(folder: Path):
+    engine, log = launching(folder)
+    first, second = Answer(engine, PROMPTS[2], GREEDY), Answer(engine, PROMPTS[6], GREEDY)
+    first.request.streamed = True
+    while not first.tokens():
+        engine.step()
+    steps = [line for line in log if line != "forward"]
+    assert steps[:2] == ["prompts 0", "read prompts 0"]
+    finish(engine)
+    want = run(make_engine(folder), [PROMPTS[2], PROMPTS[6]], GREEDY)
+    assert [first.tokens(), second.tokens()] == want
+
+
+def test_those_that_decode_go_on_together_where_others_wait_for_a_place(folder: Path):
+    engine, log = launching(folder, max_num_seqs=2)
+    answers = [Answer(engine, prompt, GREEDY) for prompt in PROMPTS[:5]]
+    finish(engine)
+    assert [answer.tokens() for answer in answers] == run(make_engine(folder, max_num_seqs=2), PROMPTS[:5], GREEDY)
+    assert any(line.startswith("prompts") for line in log) and not leaked(engine)
+
+
 def test_rows_with_drafts_beside_prompts(folder: Path):
     repeated = [[5, 9, 23, 40, 77, 12, 30, 61] * 3, *PROMPTS[4:7]]
     engine, log = launching(folder)
