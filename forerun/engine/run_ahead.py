@@ -10,6 +10,7 @@ writes later. Knows no text and no events.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,6 +69,16 @@ def chooser(sequences: list[Sequence], entries: np.ndarray) -> Callable[[Tensor,
         return choose_by_number(logits, params[rows], numbers[rows])
 
     return choose
+
+
+def _may_admit(scheduler: Scheduler) -> bool:
+    """Whether one that waits may begin in the coming step: not where all places are taken, unless a client that has
+    fewer of them is given another's."""
+    if not scheduler.waiting or len(scheduler.running) < scheduler.max_num_seqs:
+        return bool(scheduler.waiting)
+    client = scheduler.running[0].request.client.name
+    others = itertools.chain(scheduler.running, scheduler.waiting)
+    return any(seq.request.client.name != client or seq.final is not None for seq in others)
 
 
 class RunAhead:
@@ -133,7 +144,7 @@ class RunAhead:
     def _follow(self, step: StepInFlight) -> StepInFlight | None:
         """Launch the step after one that is on its way; None where something else has to be scheduled first."""
         scheduler = self._scheduler
-        if scheduler.waiting or self._runner.launches != step.pending.launch:
+        if _may_admit(scheduler) or self._runner.launches != step.pending.launch:
             return None
         rows = [row for row, seq in enumerate(step.sequences) if self._goes_on(seq)]
         sequences = [step.sequences[row] for row in rows]

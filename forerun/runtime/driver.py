@@ -119,10 +119,9 @@ class Driver:
                     self._submit(request)
                 while done < open_answers:
                     self._step(requests)
-                    for event in ended:
-                        done += _ends(event)
+                    while ended:  # another caller's step may add to it at any time
+                        done += _ends(ended.pop(0))
                         on_finish()
-                    ended.clear()
             except BaseException:
                 self._abandon(requests)
                 raise

@@ -15,6 +15,7 @@ import pytest
 from forerun.checks.lossless.forced_drafting import all_drafts_verified
 from forerun.core import SamplingParams
 from forerun.engine.engine import Engine
+from forerun.engine.sequence import Client
 from forerun.models.execution.runner import Runner, Span
 from tests.engine.common import Answer, finish, leaked, make_engine, run
 
@@ -101,6 +102,29 @@ def test_requests_that_come_in_between_and_cancellations(folder: Path):
     assert run(engine, PROMPTS[:3], penalised) == run(plain, PROMPTS[:3], penalised)
     assert all(line == "forward" for line in log[before:])
     assert not leaked(engine)
+
+
+def test_steps_are_launched_ahead_where_others_wait_for_a_place(folder: Path):
+    engine, log = launching(folder, max_num_seqs=3)
+    assert run(engine, PROMPTS, GREEDY) == run(make_engine(folder, max_num_seqs=3), PROMPTS, GREEDY)
+    steps = [line for line in log if line != "forward"]
+    assert steps[:4] == ["launch 1", "launch 2", "read 1", "launch 3"]
+    assert not leaked(engine)
+
+
+def test_one_client_does_not_wait_for_the_steps_of_another(folder: Path):
+    """Its place is taken from a client that has them all."""
+    engine, log = launching(folder, max_num_seqs=2)
+    many = [Answer(engine, prompt, GREEDY) for prompt in PROMPTS[:2]]
+    while not many[1].tokens():
+        engine.step()
+    late = Answer(engine, PROMPTS[2], GREEDY)
+    late.request.client = Client("other")
+    for _ in range(4):
+        engine.step()
+    assert late.tokens()
+    finish(engine)
+    assert [a.tokens() for a in (*many, late)] == run(make_engine(folder), PROMPTS[:3], GREEDY)
 
 
 @pytest.mark.parametrize("how", [{}, {"min_p": 0.1}, {"top_k": 20}, {"top_k": 40, "top_p": 0.7}])
