@@ -18,7 +18,7 @@ import torch
 
 from forerun.core import Draft, SamplingParams, Usage
 from forerun.core.progress import counter
-from forerun.decode.control.acceptance import ELSEWHERE
+from forerun.decode.control.acceptance import ELSEWHERE, STATED_OUTCOMES
 from forerun.decode.control.controller import Controller, DraftedBatch, PaidPlan, RequestStats
 from forerun.decode.control.cost import PROBED_STEPS, TIMED_CONTEXTS, TIMED_STARTS, TIMED_TOKENS, CostCurve, Slowdown
 from forerun.decode.control.kinds import kind_of
@@ -211,6 +211,7 @@ class DrafterPool:
             if drafter.elsewhere_model:  # what is accepted depends on it, not on its address
                 records = self.controller.acceptance.records
                 records[name] = records[ELSEWHERE + drafter.elsewhere_model]
+                records[name].add_measured(drafter.outcomes, STATED_OUTCOMES)
             if not drafter.free:
                 known = self.controller.drafters.get(name) or self._round_costs(drafter)
                 self.controller.drafters[name] = known
@@ -236,7 +237,7 @@ class DrafterPool:
         beside_s = drafter.time_beside(step)
         if beside_s is not None:
             made.measured(alone_s, beside_s)
-            made.round_s, made.way_s = drafter.turn_costs()
+            made.round_s, made.way_s, made.rounds = drafter.turn_costs()
         return made
 
     def _round_costs(self, drafter: Drafter) -> CostCurve:
@@ -382,7 +383,9 @@ def free_request(controller: Controller, drafter: Drafter, task: DraftTask, leas
         stats, name = task.spec_state.stats, drafter.name
         if (turn := controller.turn(stats, name)).depth:
             request.max_wait_s, least = controller.turn_limits(stats, name, turn)
-            request.max_depth, request.first_prob = min(request.max_depth, MAX_TURN_DEPTH), 1.0
+            # Token by token the server's own probabilities say how deep to go; of one round all has to be asked for
+            deepest = turn.depth if controller.slowdowns[name].rounds.tokens > 1 else MAX_TURN_DEPTH
+            request.max_depth, request.first_prob = min(request.max_depth, deepest), 1.0
             request.min_path_probs, request.in_turn = [least], True
     return request
 

@@ -15,14 +15,19 @@ import time
 from array import array
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from forerun.cache.pool import DraftKV
 from forerun.core import ROOT, Draft
+from forerun.decode.control.cost import ServerRounds
 from forerun.decode.draft_context import DraftContext, DraftModel
 from forerun.decode.drafters.base import DraftRequest
+from forerun.decode.drafters.best_first import Marginals
 from forerun.decode.drafters.model import ModelDrafter
+from forerun.decode.drafters.parallel import ParallelDrafter
 from forerun.decode.drafters.tree_builder import TreeBuilder
 from forerun.decode.remote.protocol import (
     Distribution,
@@ -34,6 +39,8 @@ from forerun.decode.remote.protocol import (
 )
 from forerun.decode.sampling import Context
 from forerun.llm import LLM
+from forerun.models.formats.adapter import draft_for_any
+from forerun.models.formats.checkpoint import Checkpoint
 from forerun.params import SamplingParams
 
 log = logging.getLogger("forerun.serve")
@@ -49,9 +56,15 @@ Reply = Callable[[Tree | Forgot | Refused], None]
 
 class DraftingLLM(LLM):
     """A model that is opened as the draft model of a target is, in another process: faster, as its guesses are checked.
-    Of a large vocabulary it guesses the frequent tokens and those that its sequences have."""
+    Of a large vocabulary it guesses the frequent tokens and those that its sequences have; where a drafter was trained
+    for it, it drafts several tokens in one forward."""
 
     _is_draft = True
+
+    def __init__(self, model: str | Path | Checkpoint, **options: Any) -> None:
+        checkpoint = draft_for_any(model)
+        self.parallel, self.markov = (getattr(checkpoint, name, None) for name in ("parallel", "markov"))
+        super().__init__(checkpoint, **options)
 
 
 @dataclass(eq=False)
@@ -71,18 +84,21 @@ class ServedSequence:
     distributions: dict[int, Distribution] = field(default_factory=dict)  # of the tree that grows
     entropies: dict[int, float] = field(default_factory=dict)
 
+    def tell(self, node: int, law: list[tuple[int, float]], order: DraftOrder) -> None:
+        """What is drawn from after a node: its most probable tokens with their probabilities."""
+        if law:
+            weights = quantised_weights([p for _, p in law], order.prob_bits)
+            self.distributions[node] = Distribution([token for token, _ in law], weights)
 
-class ServedDrafter(ModelDrafter):
-    """A draft model alone with its pages; stops when a target does not wait any more, and by entropy."""
+
+class Served(ModelDrafter):
+    """A draft model alone with its pages, for sequences of targets elsewhere."""
 
     name = "served"
 
-    def __init__(
-        self, ctx: DraftContext, should_stop: Callable[[ServedSequence, DraftOrder, float, int], bool]
-    ) -> None:
+    def __init__(self, ctx: DraftContext) -> None:
         super().__init__(ctx)
         self.running: dict[int, tuple[ServedSequence, DraftOrder]] = {}
-        self._should_stop = should_stop
 
     def rewind(self, seq_id: int, common: int) -> None:
         """Only the first `common` tokens of a sequence are as they were."""
@@ -93,6 +109,34 @@ class ServedDrafter(ModelDrafter):
     def drop(self, seq_id: int, pages: array[int]) -> None:
         self._states.pop(seq_id, None)
         self._draft_kv.filled[pages] = 0
+
+
+class ServedBlock(Served, ParallelDrafter):
+    """All of a tree in one forward, of a model that was trained for it."""
+
+    def _grow(self, tree: TreeBuilder, marginals: Marginals) -> None:
+        super()._grow(tree, marginals)
+        sequence, order = self.running[tree.request.seq_id]
+        if not order.top_tokens:
+            return
+        heat, last = order.temperature or 1.0, tree.request.tokens[-1]
+        for node in (ROOT, *range(len(tree.draft))):
+            depth, before = (0, last) if node == ROOT else (tree.depth[node], tree.draft.tokens[node])
+            if depth < marginals.depth:
+                row = marginals.row(depth, before)[: sequence.vocab_size]
+                top = torch.softmax(row / heat, -1).topk(min(order.top_tokens, len(row)))
+                law = [(token, p) for token, p in zip(top.indices.tolist(), top.values.tolist(), strict=True) if p > 0.0]
+                sequence.tell(node, law, order)
+
+
+class ServedDrafter(Served):
+    """A token a round: stops when a target does not wait any more, and by entropy."""
+
+    def __init__(
+        self, ctx: DraftContext, should_stop: Callable[[ServedSequence, DraftOrder, float, int], bool]
+    ) -> None:
+        super().__init__(ctx)
+        self._should_stop = should_stop
 
     def _grow_chains(self, ready: list[TreeBuilder]) -> bool:
         wanted = any(self.running[tree.request.seq_id][1].top_tokens for tree in ready)
@@ -121,9 +165,7 @@ class ServedDrafter(ModelDrafter):
             tree.add_most_probable(node, tokens[: self.children], values[: self.children])
             sequence.entropies[node] = _entropy(values[:ENTROPY_TOKENS])
             law = [(token, p) for token, p in zip(tokens, values, strict=True) if p > 0.0][: order.top_tokens]
-            if law:
-                weights = quantised_weights([p for _, p in law], order.prob_bits)
-                sequence.distributions[node] = Distribution([token for token, _ in law], weights)
+            sequence.tell(node, law, order)
 
 
 def _entropy(values: list[float]) -> float:
@@ -139,12 +181,17 @@ class DraftWorker:
         engine = llm.engine
         self.max_sequences, self.max_context = max_sequences, min(engine.max_length, engine.config.max_model_len)
         self._pool = engine.pool
-        model = DraftModel(llm.decoder, engine.tokenizer, same_tokens=True, source=llm.model)
+        trained = (getattr(llm, "parallel", None), getattr(llm, "markov", None))
+        model = DraftModel(llm.decoder, engine.tokenizer, True, llm.model, *trained)
         ctx = DraftContext(self._pool, engine.runner, engine.tokenizer, self.max_context, model, engine.runner)
         ctx.draft_kv = DraftKV(self._pool.kv, self._pool.num_pages)
-        self._drafter = ServedDrafter(ctx, self._should_stop)
+        self._drafter: Served = ServedDrafter(ctx, self._should_stop) if trained[0] is None else ServedBlock(ctx)
         engine.clear_cache()  # all pages are for drafts
-        self.round_s = engine.speculator.controller.target.seconds(1)
+        self.rounds, curve = ServerRounds(self._drafter.tokens_per_round), engine.speculator.controller.target
+        self.round_s = curve.seconds(1)
+        if (most := self.rounds.tokens) > 1:
+            self.rounds = ServerRounds(most, (curve.seconds(most) / self.round_s - 1.0) / (most - 1))
+        self.outcomes = dict(self._drafter.outcomes)
         self._changed = threading.Condition()
         self._sequences: dict[tuple[Hashable, int], ServedSequence] = {}
         self._ended: list[ServedSequence] = []  # whose pages are still theirs
@@ -152,7 +199,7 @@ class DraftWorker:
         self._closed = False
         self._torch_threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name="draft model", daemon=True)
-        self.trees = self.rounds = 0  # so far
+        self.trees = self.num_rounds = 0  # so far
 
     def start(self) -> None:
         self._thread.start()
@@ -255,8 +302,10 @@ class DraftWorker:
                 continue
             sequence.distributions, sequence.entropies = {}, {}
             context = Context(SamplingParams(order.temperature), tokens, len(tokens), seed=0)
-            request = DraftRequest(sequence.seq_id, context, order.depth, order.nodes, sequence.pages)
-            request.min_path_probs = [max(order.min_prob, order.paid_prob)] * order.depth
+            # Rounds of single tokens end where others wait; one of several is as long as it was begun
+            depth = min(order.depth, SHARED_DEPTH) if self.rounds.tokens > 1 and len(batch) > 1 else order.depth
+            request = DraftRequest(sequence.seq_id, context, depth, order.nodes, sequence.pages)
+            request.min_path_probs = [max(order.min_prob, order.paid_prob)] * depth
             requests.append(request)
             running.append((sequence, order, request))
         self._drafter.running = {sequence.seq_id: (sequence, order) for sequence, order, _ in running}
@@ -264,25 +313,27 @@ class DraftWorker:
         self._drafter.running = {}
         for (sequence, order, request), draft in zip(running, drafts, strict=True):
             if len(draft) or self._drafter.catch_up_tokens(request) <= self._drafter.max_unread_tokens:
-                self._finish(sequence, order, self._tree(sequence, order, draft))  # else a long prompt is not read yet
+                self._finish(sequence, order, self._tree(sequence, order, draft, request.max_depth))  # else a long prompt is not read yet
 
-    def _tree(self, sequence: ServedSequence, order: DraftOrder, draft: Draft) -> Tree:
+    def _tree(self, sequence: ServedSequence, order: DraftOrder, draft: Draft, depth: int) -> Tree:
         """What is worth sending of a draft: no path that is not worth verifying."""
         rounds = self._drafter.rounds
-        if rounds:
-            self.round_s += 0.1 * (sum(r.seconds for r in rounds) / len(rounds) - self.round_s)
+        if rounds:  # a round of several tokens as one for one token
+            each = [r.seconds / self.rounds.seconds(min(depth, self.rounds.tokens), 1.0) for r in rounds]
+            self.round_s += 0.1 * (sum(each) / len(each) - self.round_s)
         tree = Tree(order.seq, order.version, 0, round(self.round_s * 1e6), prob_bits=order.prob_bits)
         places, paths = {ROOT: ROOT}, {ROOT: 1.0}
         for node, (token, parent, prob) in enumerate(zip(draft.tokens, draft.parents, draft.probs, strict=True)):
             path = paths.get(parent, 0.0) * prob
-            if parent in places and len(tree.tokens) < order.nodes and (path >= order.min_prob or not tree.tokens):
+            fits = len(tree.tokens) < order.nodes and token < sequence.vocab_size
+            if parent in places and fits and (path >= order.min_prob or not tree.tokens):
                 places[node], paths[node] = len(tree.tokens), path
                 tree.tokens.append(token)
                 tree.parents.append(places[parent])
                 tree.probs.append(prob)
         tree.distributions = {places[n]: law for n, law in sequence.distributions.items() if n in places}
         tree.server_us = min(round(1e6 * (time.monotonic() - sequence.arrived)), (1 << 32) - 1)
-        self.trees, self.rounds = self.trees + 1, self.rounds + len(rounds)
+        self.trees, self.num_rounds = self.trees + 1, self.num_rounds + len(rounds)
         return tree
 
     def _finish(self, sequence: ServedSequence, order: DraftOrder, answer: Tree | Refused) -> None:

@@ -36,6 +36,8 @@ KIND_FREEDOM = 3.0
 # that come is outvoted by as many (simulated, three of ten drafted tokens right: the lowest category of 30 answers at
 # 0.85 of plain on two cores, 0.82 if all count; no difference where the file is right)
 MEASURED_OUTCOMES = 10.0 * MAX_KIND_OBSERVATIONS
+# The same of what a draft server says of its model, which is no file whose makers are known
+STATED_OUTCOMES = 0.5 * MEASURED_OUTCOMES
 DOUBT = 1.0  # standard errors that a lower bound is below the mean: right five times of six, and it narrows quickly
 
 # Before anything is known. Of drafters that run a model: acceptance of a node once its parent is, by kind of prompt.
@@ -95,12 +97,13 @@ class DrafterRecord:
     run_s: float = 0.0  # of free drafters: mean seconds for one sequence,
     read_s: float = 0.0  # and of its first run for one, which reads the prompt, seconds per token of it
 
-    def add_measured(self, outcomes: Mapping[str, list[list[float]]]) -> None:
-        """Outcomes that the drafter's own file has: accepted and tried by depth, for kinds that nothing is known of."""
+    def add_measured(self, outcomes: Mapping[str, list[list[float]]], most: float = MEASURED_OUTCOMES) -> None:
+        """Outcomes that the drafter's own file has: accepted and tried by depth, for kinds that nothing is known of;
+        `most` of them count."""
         for kind, found in outcomes.items():
             if kind not in self.kinds:
                 depths = [*_pairs(found, len(found)), *_cells(TRACKED_DEPTHS)][:TRACKED_DEPTHS]
-                share = min(1.0, MEASURED_OUTCOMES / max(1.0, sum(tries for _, tries in depths)))
+                share = min(1.0, most / max(1.0, sum(tries for _, tries in depths)))
                 depths = [[share * hits, share * tries] for hits, tries in depths]
                 self.kinds[kind] = KindRecord(depths, [sum(hits) for hits in zip(*depths, strict=True)])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 STEP_NOISE_SHARE = 0.05  # by which steps vary on a quiet machine
 MAX_LOG_ERROR = 0.3  # of one observation, in log seconds: more is caused by the operating system
@@ -35,6 +35,20 @@ TIMED_CONTEXTS = (32, 512)  # tokens before them
 TIMED_STARTS = (128, 512)  # of prompts that a paid drafter reads; more is read in parts
 
 
+class ServerRounds(NamedTuple):
+    """Of a draft server: tokens that one round drafts at most, one after the other, and what each of them after the first
+    adds to it, as a share of a round for one."""
+
+    tokens: int = 1
+    slope: float = 0.0
+
+    def seconds(self, depth: int, round_s: float) -> float:
+        """Of drafting so deep; `round_s`: of a round for one token."""
+        rounds, rest = divmod(depth, self.tokens)
+        whole = 1.0 + self.slope * (self.tokens - 1)
+        return round_s * (rounds * whole + (1.0 + self.slope * (rest - 1) if rest else 0.0))
+
+
 class Slowdown:
     """How many times as long the target's steps take while a draft server computes: one on the same machine shares its
     memory bus (1.2 to 1.8 on two cores), one elsewhere costs nothing."""
@@ -43,6 +57,7 @@ class Slowdown:
         self._log, self._steps = math.log(PRIOR_SLOWDOWN if shares_memory else 1.0), PRIOR_SLOWDOWN_STEPS
         self.shares_memory = shares_memory
         self.round_s = self.way_s = 0.0  # of the server for a token, and of the way to it and back; 0: not known
+        self.rounds = ServerRounds()
 
     def observe(self, expected_s: float, seconds: float) -> None:
         """Of a plain step, against what it takes while the server does nothing."""
@@ -55,6 +70,10 @@ class Slowdown:
         self._log, self._steps = 0.0, 0
         for _ in range(PROBED_STEPS):
             self.observe(expected_s, seconds)
+
+    def draft_s(self, depth: int) -> float:
+        """Until a draft so deep is here."""
+        return self.way_s + self.rounds.seconds(depth, self.round_s)
 
     @property
     def extra(self) -> float:

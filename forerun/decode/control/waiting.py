@@ -14,12 +14,14 @@ from typing import NamedTuple
 from forerun.decode.control.acceptance import DOUBT, Acceptance, RequestStats
 from forerun.decode.control.cost import CostCurve, Slowdown
 from forerun.decode.control.decision import OpenStep
+from forerun.decode.control.start import too_early
 
 MAX_TURN_DEPTH = 16  # of a draft that is waited for whole
 NAMED_SHARE = 0.02  # of an answer's time, that drafts in turn may lose where the request names their drafter
 MIN_TURN_PATH = 0.05  # probability of a path below which no deeper draft is planned for
 MAX_RAW_PROB = 0.98  # that a server's own probability has to have: by it alone none is certain
-# Of an answer, before a server is given its prompt: edits copy from their third or fourth token on
+# Of an answer, before a server is given its prompt that is not known to pay for such ones: edits copy from their third
+# or fourth token on
 FIRST_READ_TOKENS = 4
 READ_ELSEWHERE_PRIOR_S = 4e-3  # of a server for a token of a prompt: 3 ms on one core, beside the target's steps more
 TURN_PATIENCE = 2.0  # times what a draft is expected to take, until the step goes on without it
@@ -38,21 +40,21 @@ class Turn(NamedTuple):
 
 
 def best_turn(
-    probs: Sequence[float], plain_s: float, verify_s: Callable[[int], float], round_s: float, way_s: float
+    probs: Sequence[float], plain_s: float, verify_s: Callable[[int], float], draft_s: Callable[[int], float]
 ) -> Turn:
     """`probs`: acceptance by depth, each given the one before; `verify_s`: seconds of a step by tokens of a sequence;
-    `round_s`, `way_s`: of the server for one token, and of the way to it and back."""
+    `draft_s`: until a draft is here, by its depth."""
     best, best_rate = Turn(), 1.0 / plain_s
     path = tokens = 1.0
     for depth, prob in enumerate(probs, 1):
         path *= prob
         tokens += path
-        draft_s = way_s + depth * round_s
-        seconds = draft_s + verify_s(1 + depth)
+        waited_s = draft_s(depth)
+        seconds = waited_s + verify_s(1 + depth)
         if tokens / seconds > best_rate:
             best_rate = tokens / seconds
-            more_s = round_s + verify_s(2 + depth) - verify_s(1 + depth)
-            best = Turn(depth, tokens * plain_s - seconds, draft_s, min(1.0, best_rate * more_s), tokens)
+            more_s = draft_s(1 + depth) - waited_s + verify_s(2 + depth) - verify_s(1 + depth)
+            best = Turn(depth, tokens * plain_s - seconds, waited_s, min(1.0, best_rate * more_s), tokens)
         if path < MIN_TURN_PATH:
             break
     return best
@@ -71,7 +73,8 @@ class Waiting:
         token. A plain step meanwhile loses nothing of a draft whose first token is right, as the rest is verified in
         the next one: waiting saves a step then, and is lost where that token is wrong."""
         assert self._step is not None
-        (first,) = self.acceptance.records[drafter].by_depth(s.kind, s.own[drafter], 1, 0.0 if s.named else DOUBT)[:1]
+        doubt, block = 0.0 if s.named else DOUBT, self.slowdowns[drafter].rounds.tokens > 1
+        (first,) = self.acceptance.records[drafter].by_depth(s.kind, s.own[drafter], 1, doubt, block)[:1]
         return first * self._step.plain_s / len(self._step.stats), first
 
     def turn(self, s: RequestStats, drafter: str) -> Turn:
@@ -102,24 +105,29 @@ class Waiting:
             return False
         if own.runs:
             return s.named or turn.gained_s >= min(covered * (turn.tokens - 1.0), offered) * plain_s
-        if s.tokens < FIRST_READ_TOKENS and not s.named:
-            return False
         read_s = (record.read_s or self.slowdowns[drafter].extra_reading * READ_ELSEWHERE_PRIOR_S) * s.prompt_tokens
+        if record.has_paid(s.kind) and not s.named:
+            token_s = plain_s - turn.gained_s / turn.tokens
+            more_s = plain_s - (1.0 + offered) * token_s  # that this step loses without it
+            early = too_early(s, record, read_s, token_s, more_s, offered > 0.0)
+        else:
+            early = s.tokens < FIRST_READ_TOKENS and not s.named
         gained_s = turn.sure_s - (1.0 - s.share_not_free) * plain_s
-        return gained_s * max(1, self.acceptance.expected_remaining(s)) >= read_s
+        return not early and gained_s * max(1, self.acceptance.expected_remaining(s)) >= read_s
 
     def _best_turn(self, s: RequestStats, drafter: str, doubt: float) -> Turn:
         assert self._step is not None
         slowdown, n, plain_s = self.slowdowns[drafter], len(self._step.stats), self._step.plain_s
-        probs = self.acceptance.records[drafter].by_depth(s.kind, s.own[drafter], MAX_TURN_DEPTH, doubt)
+        block = slowdown.rounds.tokens > 1
+        deepest = min(MAX_TURN_DEPTH, slowdown.rounds.tokens) if block else MAX_TURN_DEPTH
+        probs = self.acceptance.records[drafter].by_depth(s.kind, s.own[drafter], deepest, doubt, block)
         rest_s = plain_s - self.target.seconds(n, n)
-        return best_turn(
-            probs, plain_s, lambda rows: rest_s + self.target.seconds(n * rows, n), slowdown.round_s, slowdown.way_s
-        )
+        return best_turn(probs, plain_s, lambda rows: rest_s + self.target.seconds(n * rows, n), slowdown.draft_s)
 
     def turn_limits(self, s: RequestStats, drafter: str, turn: Turn) -> tuple[float, float]:
         """Of a draft in turn: how long to wait for the deepest one, and the least probability of a path by the server
         itself for which another round pays."""
         slowdown, own = self.slowdowns[drafter], s.own[drafter]
+        patience_s = TURN_PATIENCE * slowdown.draft_s(MAX_TURN_DEPTH)
         raw = self.acceptance.records[drafter].raw_path_probs([turn.least] * turn.depth, own.factor)[-1]
-        return TURN_PATIENCE * (slowdown.way_s + MAX_TURN_DEPTH * slowdown.round_s), min(MAX_RAW_PROB, raw)
+        return patience_s, min(MAX_RAW_PROB, raw)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from forerun.core import Draft
+from forerun.decode.control.cost import ServerRounds
 from forerun.decode.sampling import Context, Rng
 from forerun.errors import BadRequest
 from forerun.renamed import renamed_attribute
@@ -76,7 +77,8 @@ class Drafter(ABC):
     stops_on_device: bool = False  # stops by `DraftRequest.min_path_probs`, not by `DraftRequest.keep_drafting`
     max_unread_tokens: int = 8  # of paid drafters: as many run along in the first round and cost nothing extra
     tokens_per_round: int = 1  # of paid drafters: depth that one round adds to a draft at most
-    outcomes: Mapping[str, list[list[float]]] = {}  # of paid drafters: kind of text -> accepted and tried by depth
+    # Of paid drafters, and of one elsewhere as its server states it: kind of text -> accepted and tried by depth
+    outcomes: Mapping[str, list[list[float]]] = {}
     rounds: Sequence[DraftRound] = ()  # of paid drafters: the rounds of the last `propose`
 
     def __init__(self, ctx: DraftContext) -> None:  # noqa: B027
@@ -110,9 +112,10 @@ class Drafter(ABC):
         """Of a free drafter's run that took so long, what counts as its cost; None: it does not count as a run."""
         return seconds
 
-    def turn_costs(self) -> tuple[float, float]:
-        """Of one elsewhere: seconds of a token of a draft, and of the way there and back; 0 where not known."""
-        return 0.0, 0.0
+    def turn_costs(self) -> tuple[float, float, ServerRounds]:
+        """Of one elsewhere: seconds of a round for one token, of the way there and back, 0 where not known; and what a
+        round gives."""
+        return 0.0, 0.0, ServerRounds()
 
     def time_beside(self, step: Callable[[], float]) -> float | None:
         """Of one elsewhere: seconds of the target's steps while the other process drafts something made up; None where

@@ -50,7 +50,8 @@ class ParallelDrafter(ModelDrafter):
         # On a device a step waits for its host, which this takes 0.1 ms of for 4% more tokens: not measured there
         head = ctx.draft.markov if ctx.draft.decoder.device.type == "cpu" else None
         self._markov = None if head is None else MarkovHead(*head)
-        self.steps = ctx.runner.drafted_steps(self._runner, self._mask, MIN_NODE_PATH_PROB)
+        alone = ctx.runner is self._runner  # a draft server's: there is no target to step with
+        self.steps = None if alone else ctx.runner.drafted_steps(self._runner, self._mask, MIN_NODE_PATH_PROB)
         if self.steps is not None:
             self.steps.prepare()
 
@@ -111,6 +112,9 @@ class ParallelDrafter(ModelDrafter):
         tokens, probs = found[:, :count].astype(np.int64), found[:, count:]
         return lambda own, first, end: MarkovMarginals(own[first:end], tokens[first:end], probs[first:end], markov)
 
+    def _grow(self, tree: TreeBuilder, marginals: Marginals) -> None:
+        grow(tree, marginals)
+
     def _draft_block(self, ready: list[TreeBuilder]) -> None:
         """The forward of all sequences, and a tree out of the rows of each."""
         spans = []
@@ -129,6 +133,6 @@ class ParallelDrafter(ModelDrafter):
         self.rounds.append(DraftRound(rows, len(ready), time.perf_counter() - start))
         at = 0
         for tree, depth in zip(ready, each, strict=True):
-            grow(tree, marginals(logits, at, at + depth))
+            self._grow(tree, marginals(logits, at, at + depth))
             self._advance(self._states[tree.request.seq_id], len(tree.request.tokens))
             at += depth

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from forerun.core import Draft
+from forerun.decode.control.cost import ServerRounds
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters.base import Drafter, DraftRequest, register_family
 from forerun.decode.remote.held_draft import HeldDraft
@@ -45,6 +46,7 @@ MAX_STEP_S = 5.0  # between two drafts of a sequence that counts as one step: a 
 MAX_UNREAD_TOKENS = 32  # of an order whose time is like that of other orders: more are a prompt
 MAX_RUN_S = 1e-3  # of host time in a step: more was waiting
 PROBE_TOKENS, MAX_PROBE_S = 8, 1.0  # of what a server drafts while the target's steps are timed, and for how long
+READ_PROBE_TOKENS = 96  # the same where a round gives all of a draft and is shorter than a step: reading is not
 MAX_FREE_S = 1.0  # of drafting on without being waited for
 
 
@@ -187,7 +189,9 @@ class RemoteDrafter(Drafter):
         for link in self.links:
             link.wait_attempted(FIRST_ANSWER_S)
         refusals = [f"{link.address}: {link.refusal}" for link in self.links if link.refusal]
-        self.elsewhere_model = next((link.welcome.model[:120] for link in self.links if link.welcome is not None), "")
+        first = next((link.welcome for link in self.links if link.welcome is not None), None)
+        self.elsewhere_model = "" if first is None else first.model[:120]
+        self.outcomes = {} if first is None else first.outcomes
         if len(refusals) == len(self.links):
             self.close()
             raise BadRequest(f"no drafts from {'; '.join(refusals)}", "name a draft server for this model and key")
@@ -219,19 +223,21 @@ class RemoteDrafter(Drafter):
         first, sequence.counted = not sequence.counted, True
         return sequence.read_s if first else min(seconds, MAX_RUN_S)
 
-    def turn_costs(self) -> tuple[float, float]:
+    def turn_costs(self) -> tuple[float, float, ServerRounds]:
         """Of trees that came: before, a server's own statement may be of another load."""
-        return (self.trips.round_s, self.trips.network_s) if self.counts["trees"] else (0.0, 0.0)
+        rounds = next((_rounds(link) for link in self.links if link.welcome is not None), ServerRounds())
+        return (self.trips.round_s, self.trips.network_s, rounds) if self.counts["trees"] else (0.0, 0.0, rounds)
 
     def time_beside(self, step: Callable[[], float]) -> float | None:
-        """A made-up sequence, deep enough for some steps; its tree is the first that round trips are known by."""
+        """A made-up sequence that takes the server some steps; its tree is the first that round trips are known by."""
         with self._changed:
             sequence, usual_s = _Sequence(next(self._wire_ids)), self.trips.server_s
             self._by_wire_id[sequence.wire_id] = sequence
             self._assign(sequence)
             link = sequence.link
-            flight = sequence.flight = _Flight(1, 0, Draft(), time.monotonic(), MAX_PROBE_S, False, PROBE_TOKENS)
-            tokens = [token % self._vocab_size for token in range(PROBE_TOKENS)]
+            count = PROBE_TOKENS if link is None or _rounds(link).tokens == 1 else READ_PROBE_TOKENS
+            flight = sequence.flight = _Flight(1, 0, Draft(), time.monotonic(), MAX_PROBE_S, False, count)
+            tokens = [token % self._vocab_size for token in range(count)]
             if link is not None:
                 deep = DraftOrder(sequence.wire_id, 1, 0, 0, tokens, MAX_DEPTH, MAX_NODES)
                 link.send(replace(deep, min_prob=0.0, paid_prob=0.0))
@@ -374,7 +380,7 @@ class RemoteDrafter(Drafter):
             free_ms=round(1000.0 * free_s),
         )
         sequence.known_first, sequence.known_assumed = len(tokens), list(assumed.tokens)
-        server_s = order.depth * trips.round_s if request.in_turn else trips.server_s
+        server_s = _rounds(link).seconds(order.depth, trips.round_s) if request.in_turn else trips.server_s
         expected_s = trips.network_s + max(server_s, free_s if guess else 0.0)
         now, unread = time.monotonic(), len(order.tokens)
         sequence.flight = _Flight(sequence.version, len(tokens), assumed, now, expected_s, guess, unread)
@@ -411,6 +417,12 @@ class RemoteDrafter(Drafter):
                     sequence.refused.add(sequence.link.address)
                     sequence.link = None
             self._changed.notify_all()
+
+
+def _rounds(link: Link) -> ServerRounds:
+    """What a round of its server gives."""
+    found = link.welcome
+    return ServerRounds() if found is None else ServerRounds(found.round_tokens, found.round_slope)
 
 
 def remote_drafter(addresses: str) -> type[Drafter]:

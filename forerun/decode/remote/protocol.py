@@ -26,7 +26,8 @@ DIGEST_BYTES = 16
 
 HELLO, DRAFT, CANCEL, CLOSE = 1, 2, 3, 4  # from the target
 WELCOME, TREE, FORGOT, REFUSED = 17, 18, 19, 20  # from the server
-_HELLO, _WELCOME = struct.Struct(f"<HI{DIGEST_BYTES}s"), struct.Struct("<HIIf")
+_HELLO, _WELCOME = struct.Struct(f"<HI{DIGEST_BYTES}s"), struct.Struct("<HIIfBfB")
+_KIND, _OUTCOME = struct.Struct("<BB"), struct.Struct("<HH")
 _DRAFT = struct.Struct("<IIIHBBBBfHHII")
 _IDS = struct.Struct("<II")
 _TREE = struct.Struct("<IIIIBBB")
@@ -51,13 +52,16 @@ class Hello:
 
 @dataclass
 class Welcome:
-    """The server's reply to it."""
+    """The server's reply to it. What it says of its model is believed as far as a draft is: until outcomes are known."""
 
     max_context: int
     max_sequences: int
     round_s: float  # of the draft model for one token
     model: str
     version: int = VERSION
+    round_tokens: int = 1  # that one round drafts at most, one after the other,
+    round_slope: float = 0.0  # and what each of them after the first adds to it, as a share of a round for one
+    outcomes: dict[str, list[list[float]]] = field(default_factory=dict)  # kind of text -> accepted and tried by depth
 
 
 @dataclass
@@ -167,8 +171,7 @@ def encode(frame: Frame, vocab_size: int = 0) -> bytes:
         case Hello():
             return bytes([HELLO]) + _HELLO.pack(frame.version, frame.vocab_size, frame.digest)
         case Welcome():
-            head = _WELCOME.pack(frame.version, frame.max_context, frame.max_sequences, frame.round_s)
-            return bytes([WELCOME]) + head + frame.model.encode()[:256]
+            return bytes([WELCOME]) + _encode_welcome(frame)
         case DraftOrder():
             return bytes([DRAFT]) + _encode_order(frame, vocab_size)
         case Tree():
@@ -181,6 +184,17 @@ def encode(frame: Frame, vocab_size: int = 0) -> bytes:
             return bytes([FORGOT]) + _IDS.pack(frame.seq, frame.version)
         case Refused():
             return bytes([REFUSED]) + _IDS.pack(frame.seq, frame.version) + frame.reason.encode()[:1024]
+
+
+def _encode_welcome(welcome: Welcome) -> bytes:
+    head = (welcome.version, welcome.max_context, welcome.max_sequences, welcome.round_s)
+    told = list(welcome.outcomes.items())[:255]
+    parts = [_WELCOME.pack(*head, welcome.round_tokens, welcome.round_slope, len(told))]
+    for kind, depths in told:
+        name = kind.encode()[:255]
+        parts += [_KIND.pack(len(name), len(depths)), name]
+        parts += [_OUTCOME.pack(*(min(65535, round(count)) for count in pair)) for pair in depths]
+    return b"".join(parts) + welcome.model.encode()[:256]
 
 
 def _encode_order(order: DraftOrder, vocab_size: int) -> bytes:
@@ -238,10 +252,7 @@ def decode(data: bytes, vocab_size: int = 0) -> Frame:
         version, size, digest = reader.unpack(_HELLO)
         return reader.whole(Hello(size, digest, version))
     if kind == WELCOME:
-        version, context, sequences, round_s = reader.unpack(_WELCOME)
-        if not 0.0 <= round_s < 1e6:  # not a number fails, too
-            raise ProtocolError("a round of no finite length")
-        return Welcome(context, sequences, round_s, reader.text(), version)
+        return _decode_welcome(reader)
     if kind == REFUSED:
         seq, version = reader.unpack(_IDS)
         return Refused(seq, version, reader.text())
@@ -292,6 +303,22 @@ class _Reader:
         if self._at < len(self._data):
             raise ProtocolError(f"{len(self._data) - self._at} bytes follow it")
         return frame
+
+
+def _decode_welcome(reader: _Reader) -> Welcome:
+    version, context, sequences, round_s, tokens, slope, kinds = reader.unpack(_WELCOME)
+    if not 0.0 <= round_s < 1e6 or not 0.0 <= slope < 1e6:  # not a number fails, too
+        raise ProtocolError("a round of no finite length")
+    if not tokens:
+        raise ProtocolError("a round without tokens")
+    outcomes = {}
+    for _ in range(kinds):
+        length, depths = reader.unpack(_KIND)
+        kind = reader.take(length).decode("utf-8", "replace")
+        outcomes[kind] = [[float(count) for count in reader.unpack(_OUTCOME)] for _ in range(depths)]
+        if any(hits > tries for hits, tries in outcomes[kind]):
+            raise ProtocolError("more tokens accepted than tried")
+    return Welcome(context, sequences, round_s, reader.text(), version, tokens, slope, outcomes)
 
 
 def _decode_order(reader: _Reader) -> DraftOrder:

@@ -221,6 +221,31 @@ def adapted_draft(draft: Checkpoint, wanted: str) -> AdaptedCheckpoint | None:
     return None
 
 
+def draft_for_any(model: str | Path | Checkpoint) -> Checkpoint:
+    """A draft model whose targets are elsewhere: by name, with a drafter trained for it where there is one, whatever the
+    target that was trained for; or a trained drafter's file. Of several the first file counts."""
+    if not isinstance(model, (str, Path)):
+        return model
+    if str(model).endswith(".safetensors"):
+        made = DrafterFile.load(Path(model))
+        draft = open_checkpoint(resolve(made.names.get("draft", "")))
+        made.check_draft(draft)
+        return AdaptedCheckpoint(draft, made)
+    draft = open_checkpoint(resolve(str(model)))
+    if getattr(draft, "parallel", None) is not None:
+        return draft
+    folders = [folder for folder in drafter_folders() if folder.is_dir() and any(folder.iterdir())]
+    name = f"*-{sampled_fingerprint(draft)[:NAME_DIGITS]}.safetensors" if folders else ""
+    for path in (path for folder in folders for path in sorted(folder.glob(name))):
+        try:
+            made = DrafterFile.load(path)
+            made.check_draft(draft)
+            return AdaptedCheckpoint(draft, made)
+        except BadDrafter as error:  # it was not asked for: the model drafts without it
+            log.warning("a trained drafter of %s is left out: %s", draft.source, error)
+    return draft
+
+
 def _load_checked(path: Path, target: Checkpoint, draft: Checkpoint | None) -> DrafterFile | HiddenDrafterWeights:
     about, tensors = read_drafter(path)
     if about.get("kind") != "parallel":

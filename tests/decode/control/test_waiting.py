@@ -14,15 +14,15 @@ def verify_s(rows: int) -> float:
 
 def test_the_depth_with_the_best_rate() -> None:
     """Depth 1: 1.5 tokens in 1.3 s; depth 2: 2 in 1.6 s (the second is certain); depth 3: 2 in 1.9 s."""
-    found = best_turn([0.5, 1.0, 0.0], 1.0, verify_s, round_s=0.2, way_s=0.0)
+    found = best_turn([0.5, 1.0, 0.0], 1.0, verify_s, lambda depth: 0.2 * depth)
     assert found.depth == 2 and found.gained_s == pytest.approx(2.0 - 1.6) and found.draft_s == pytest.approx(0.4)
     assert found.least == pytest.approx(2.0 / 1.6 * (0.2 + 0.1))  # what another round and row take, in tokens
 
 
 def test_none_pays_behind_a_long_way_or_where_drafts_are_wrong() -> None:
-    assert best_turn([0.9] * 8, 1.0, verify_s, round_s=0.2, way_s=9.0) == Turn()
-    assert best_turn([0.1] * 8, 1.0, verify_s, round_s=0.2, way_s=0.0) == Turn()
-    assert best_turn([], 1.0, verify_s, round_s=0.2, way_s=0.0) == Turn()
+    assert best_turn([0.9] * 8, 1.0, verify_s, lambda depth: 9.0 + 0.2 * depth) == Turn()
+    assert best_turn([0.1] * 8, 1.0, verify_s, lambda depth: 0.2 * depth) == Turn()
+    assert best_turn([], 1.0, verify_s, lambda depth: 0.2 * depth) == Turn()
 
 
 @pytest.mark.parametrize("shares_memory", [True, False])
