@@ -381,11 +381,12 @@ def free_request(controller: Controller, drafter: Drafter, task: DraftTask, leas
     request = replace(task.request(task.max_nodes), min_prob=least, max_wait_s=wait_s, first_prob=first_prob)
     if drafter.name in controller.slowdowns and 0.0 < wait_s < math.inf:
         stats, name = task.spec_state.stats, drafter.name
+        # Token by token the server's own probabilities say how deep to go; of one round all has to be asked for
+        if controller.slowdowns[name].rounds.tokens > 1:
+            request.max_depth = min(request.max_depth, controller.block_depth(stats, name))
         if (turn := controller.turn(stats, name)).depth:
             request.max_wait_s, least = controller.turn_limits(stats, name, turn)
-            # Token by token the server's own probabilities say how deep to go; of one round all has to be asked for
-            deepest = turn.depth if controller.slowdowns[name].rounds.tokens > 1 else MAX_TURN_DEPTH
-            request.max_depth, request.first_prob = min(request.max_depth, deepest), 1.0
+            request.max_depth, request.first_prob = min(request.max_depth, MAX_TURN_DEPTH), 1.0
             request.min_path_probs, request.in_turn = [least], True
     return request
 

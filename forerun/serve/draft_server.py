@@ -169,8 +169,8 @@ class _Target:
             await self._connection.send(encode(Refused(0, 0, problem)))
             return
         self._vocab_size, worker = hello.vocab_size, self._server.worker
-        about = (worker.max_context, worker.max_sequences, worker.round_s, self._server.llm.model, hello.version)
-        await self._connection.send(encode(Welcome(*about, *worker.rounds, worker.outcomes)))
+        about = (worker.max_context, worker.max_sequences, worker.round_s, self._server.llm.model)
+        await self._connection.send(encode(Welcome(*about, VERSION, *worker.rounds, worker.outcomes)))
         writer = asyncio.ensure_future(self._write())
         try:
             async for data in self._connection:

@@ -130,9 +130,9 @@ def speed(llm: LLM, server: DraftServerProcess, options: argparse.Namespace) -> 
             settings["free drafters"] = DraftSetting(llm, "auto")
         if options.local:
             settings["local"] = DraftSetting(llm, "model" if options.named else "auto", options.named, local=True)
-        for ms in options.rtt:
-            proxy = stack.enter_context(DelayProxy(server.port, ms / 1000.0))
-            settings[f"remote {ms} ms"] = DraftSetting(llm, f"remote:127.0.0.1:{proxy.port}", options.named)
+        for ms in options.rtt:  # a proxy without delay would take time itself
+            port = stack.enter_context(DelayProxy(server.port, ms / 1000.0)).port if ms else server.port
+            settings[f"remote {ms} ms"] = DraftSetting(llm, f"remote:127.0.0.1:{port}", options.named)
         asked = prompts(options.kind, options.prompts, options.skip, options.every)
         for setting in settings.values():  # for warmth: connections, the draft model's first forwards
             setting.chat(asked[0], replace(params, max_tokens=8))
@@ -144,7 +144,8 @@ def speed(llm: LLM, server: DraftServerProcess, options: argparse.Namespace) -> 
         found = summarise(rows)
         if llm.engine.runner.decoder.device.type == "cuda":
             busy = {name: gpu_ms(setting, asked[0], params) for name, setting in settings.items()}
-            found["gpu"] = {"memory_mb": round(torch.cuda.max_memory_allocated() / 1e6), "busy_ms_a_token": busy}
+            held, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+            found["gpu"] = {"memory_mb": round(most / 1e6), "held_mb": round(held / 1e6), "busy_ms_a_token": busy}
     return found
 
 

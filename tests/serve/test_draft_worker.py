@@ -13,6 +13,7 @@ from forerun import LLM
 from forerun.decode.remote.protocol import DraftOrder, Tree
 from forerun.models import build
 from forerun.models.execution.short_head import ShortHead
+from forerun.models.formats.pard import ParallelDrafting
 from forerun.serve import draft_worker
 from forerun.serve.draft_worker import SHARED_DEPTH, DraftingLLM, DraftWorker
 from tests import tiny
@@ -94,6 +95,48 @@ def test_an_order_that_was_replaced_has_no_tree(worker: DraftWorker) -> None:
         worker.cancel("target", 2, 1)
     draft(worker, [order(3)])
     assert [(frame.seq, frame.version) for frame in frames] == [(1, 2)]
+
+
+@pytest.fixture
+def block_worker(tiny_folder: Callable[[str], Path]) -> Iterator[DraftWorker]:
+    """Of a model that drafts five tokens in one forward."""
+    with LLM(str(tiny_folder("llama")), dtype="float32", quiet=True, max_model_len=512, threads=1) as llm:
+        llm.parallel = ParallelDrafting(mask_token=2, tokens=5, outcomes={"code": [[3.0, 4.0]]})  # type: ignore[attr-defined]
+        made = DraftWorker(llm, max_sequences=8)
+        made.start()
+        yield made
+        made.stop()
+
+
+def test_a_model_that_was_trained_for_it_drafts_a_tree_in_one_forward(block_worker: DraftWorker) -> None:
+    assert block_worker.rounds.tokens == 5 and block_worker.outcomes == {"code": [[3.0, 4.0]]}
+    (tree,) = draft(block_worker, [order()])
+    assert depth(tree) == 5 and (block_worker.trees, block_worker.num_rounds) == (1, 1)
+    assert not tree.distributions
+    first, second = draft(block_worker, [order(2), order(3)])  # of one forward
+    assert depth(first) == depth(second) == SHARED_DEPTH and block_worker.num_rounds == 3
+
+
+def test_nodes_of_one_forward_say_what_is_drawn_from(block_worker: DraftWorker) -> None:
+    (tree,) = draft(block_worker, [order(top_tokens=4, temperature=0.7)])
+    depths: list[int] = []
+    for parent in tree.parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    inner = {-1, *(node for node, deep in enumerate(depths) if deep < 5)}
+    assert set(tree.distributions) == inner
+    assert all(len(law.tokens) == 4 and max(law.weights) == 255 for law in tree.distributions.values())
+    assert tree.distributions[-1].tokens[0] == tree.tokens[0]
+
+
+def test_tokens_that_a_target_does_not_have_are_not_sent(block_worker: DraftWorker) -> None:
+    for seq, vocab_size in ((1, tiny.VOCAB), (2, 20)):
+        found: list[Any] = []
+        came = threading.Event()
+        wanted = order(seq, top_tokens=4, temperature=0.9)
+        block_worker.submit("target", wanted, vocab_size, lambda frame: (found.append(frame), came.set()))
+        assert came.wait(60)
+        laws = [token for law in found[0].distributions.values() for token in law.tokens]
+        assert max([*found[0].tokens, *laws], default=0) < vocab_size
 
 
 def test_a_served_model_is_opened_as_a_draft(

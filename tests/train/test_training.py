@@ -20,13 +20,14 @@ from forerun.models.build import build_decoder
 from forerun.models.cpu.quantise import quantise
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.formats import adapter
-from forerun.models.formats.adapter import CHANGED_BITS, AdaptedCheckpoint, DrafterFile, drafter_name
+from forerun.models.formats.adapter import CHANGED_BITS, AdaptedCheckpoint, DrafterFile, draft_for_any, drafter_name
 from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.formats.dequant import dequantise
 from forerun.models.formats.fingerprint import fingerprint
 from forerun.models.formats.pard import ParallelDrafting, write_pard
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.open_profile import draft_for_profile
+from forerun.serve.draft_worker import DraftingLLM, DraftWorker
 from forerun.train import run
 from forerun.train.answers import collect_answers
 from forerun.train.layout import draw_layout
@@ -231,6 +232,23 @@ def test_a_profile_has_the_draft_it_was_made_with(
     assert fingerprint(found) == with_changes.source and draft_for_profile(without, draft) is draft
     file.write_bytes(file.read_bytes()[:-9])
     assert draft_for_profile(with_changes, draft) is draft
+
+
+def test_a_draft_server_takes_the_drafter_of_its_model_whatever_the_target(
+    pair: tuple[Path, Path], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+):
+    monkeypatch.setattr(adapter, "drafter_folders", lambda: (tmp_path / "found",))
+    assert not hasattr(draft_for_any(pair[1]), "parallel") or draft_for_any(pair[1]).parallel is None
+    assert draft_for_any(saved).parallel == ParallelDrafting(MASK, TOKENS)  # named
+    (tmp_path / "found").mkdir()
+    draft = open_checkpoint(pair[1])
+    file = saved.rename(tmp_path / "found" / f"{'0' * 12}-{drafter_name(draft)}")
+    with DraftingLLM(pair[1], dtype="float32", quiet=True, max_model_len=128, threads=1) as llm:
+        assert llm.parallel == ParallelDrafting(MASK, TOKENS)
+        worker = DraftWorker(llm, 1)
+        assert worker.rounds.tokens == TOKENS and worker.rounds.slope >= 0.0
+    file.write_bytes(file.read_bytes()[:-9])  # damaged, and never asked for
+    assert draft_for_any(pair[1]).config == draft.config and "left out" in caplog.text
 
 
 @pytest.mark.parametrize("weights", ["float32", "int8"])

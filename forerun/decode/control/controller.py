@@ -315,7 +315,7 @@ class Controller(Waiting, OnDevice):
         depth = max((max(d.depths()) for d in drafts if len(d)), default=0)
         why = self._why or ("by lower bound" if names else "no drafted node pays")
         for s, tokens in zip(batch.stats, found.gains, strict=True):
-            s.gain.open = 0.0 if self._why else s.gain.open or tokens - 1.0
+            s.gain.open = 0.0 if self._why or self.slowdowns.keys() & names else s.gain.open or tokens - 1.0
         for i, s in enumerate(batch.stats):
             for name, own in s.own.items():
                 if own.asked:
@@ -330,7 +330,7 @@ class Controller(Waiting, OnDevice):
         """`share`: of what free drafts are expected to gain, that counts."""
         lagging = slack.lagging(self.acceptance, batch.stats, self._plain_s(len(batch.stats), batch.context))
         gains, pairs = self.acceptance.gains, zip(batch.stats, batch.drafts, strict=True)
-        probs = [gains.expected(s.kind, s.gain, draft, self.drafters, share, doubt) for s, draft in pairs]
+        probs = [gains.expected(s.kind, s.gain, draft, self.models, share, doubt) for s, draft in pairs]
         return selection.select(self.target, batch.drafts, probs, batch.limits, batch.context, costs, lagging)
 
     # -- whether to run a paid drafter ---------------------------------------------------------------------------------

@@ -87,8 +87,10 @@ class Slowdown:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the server should compute while the target waits, and never beside its steps."""
-        return self.shares_memory and self.round_s > 0.0 and self.extra >= TURNS_SLOWDOWN
+        """Whether the server should compute while the target waits, and never beside its steps. One whose round gives
+        all of a draft, and is shorter than a step, is waited for anyway."""
+        slow = self.extra >= TURNS_SLOWDOWN or self.rounds.tokens > 1
+        return self.shares_memory and self.round_s > 0.0 and slow
 
 
 class CostCurve:

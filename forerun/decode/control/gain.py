@@ -67,8 +67,8 @@ class Gains:
     def expected(
         self, kind: str, own: Gain, draft: Draft, paid: Collection[str], share: float = 1.0, doubt: bool = False
     ) -> list[float]:
-        """Probabilities of a draft's nodes, those of drafters that are not `paid` by what such drafts have gained, and
-        so much of that."""
+        """Probabilities of a draft's nodes, those of drafters that are not `paid` (that run no model, here or
+        elsewhere) by what such drafts have gained, and so much of that."""
         ratio = share * self.ratio(kind, own, doubt)
         if ratio == 1.0:
             return draft.probs

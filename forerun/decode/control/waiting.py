@@ -64,9 +64,15 @@ class Waiting:
     """The controller's part for drafters on other machines."""
 
     target: CostCurve
+    drafters: dict[str, CostCurve]
     slowdowns: dict[str, Slowdown]
     acceptance: Acceptance
     _step: OpenStep | None
+
+    @property
+    def models(self) -> set[str]:
+        """Drafters that run a model, here or elsewhere: what free drafts gain says nothing of theirs."""
+        return {*self.drafters, *self.slowdowns}
 
     def max_wait_s(self, s: RequestStats, drafter: str) -> tuple[float, float]:
         """How long a batch may wait for a sequence's draft from another machine, and the probability of its first
@@ -104,7 +110,8 @@ class Waiting:
         if not turn.depth:
             return False
         if own.runs:
-            return s.named or turn.gained_s >= min(covered * (turn.tokens - 1.0), offered) * plain_s
+            share = self.acceptance.gains.ratio(s.kind, s.gain, doubt=True)  # of what free drafts promise, that comes
+            return s.named or turn.gained_s >= share * min(covered * (turn.tokens - 1.0), offered) * plain_s
         read_s = (record.read_s or self.slowdowns[drafter].extra_reading * READ_ELSEWHERE_PRIOR_S) * s.prompt_tokens
         if record.has_paid(s.kind) and not s.named:
             token_s = plain_s - turn.gained_s / turn.tokens
@@ -123,6 +130,10 @@ class Waiting:
         probs = self.acceptance.records[drafter].by_depth(s.kind, s.own[drafter], deepest, doubt, block)
         rest_s = plain_s - self.target.seconds(n, n)
         return best_turn(probs, plain_s, lambda rows: rest_s + self.target.seconds(n * rows, n), slowdown.draft_s)
+
+    def block_depth(self, s: RequestStats, drafter: str) -> int:
+        """How deep to order where one round gives all of a draft, and takes longer the deeper that is."""
+        return self._best_turn(s, drafter, 0.0).depth or self.slowdowns[drafter].rounds.tokens
 
     def turn_limits(self, s: RequestStats, drafter: str, turn: Turn) -> tuple[float, float]:
         """Of a draft in turn: how long to wait for the deepest one, and the least probability of a path by the server

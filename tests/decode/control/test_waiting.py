@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.decode.control.cost import TURNS_SLOWDOWN, Slowdown
+from forerun.decode.control.cost import TURNS_SLOWDOWN, ServerRounds, Slowdown
 from forerun.decode.control.waiting import Turn, best_turn
 
 
@@ -23,6 +23,16 @@ def test_none_pays_behind_a_long_way_or_where_drafts_are_wrong() -> None:
     assert best_turn([0.9] * 8, 1.0, verify_s, lambda depth: 9.0 + 0.2 * depth) == Turn()
     assert best_turn([0.1] * 8, 1.0, verify_s, lambda depth: 0.2 * depth) == Turn()
     assert best_turn([], 1.0, verify_s, lambda depth: 0.2 * depth) == Turn()
+
+
+def test_a_round_of_several_tokens_takes_little_more_than_one() -> None:
+    rounds = ServerRounds(4, 0.1)
+    assert [rounds.seconds(depth, 2.0) for depth in (1, 4, 5)] == pytest.approx([2.0, 2.6, 4.6])
+    assert ServerRounds().seconds(3, 2.0) == pytest.approx(6.0)
+    probs = [0.8] * 4
+    chain = best_turn(probs, 1.0, verify_s, lambda depth: ServerRounds().seconds(depth, 0.3))
+    block = best_turn(probs, 1.0, verify_s, lambda depth: rounds.seconds(depth, 0.3))
+    assert block.depth == 4 > chain.depth and block.gained_s > chain.gained_s
 
 
 @pytest.mark.parametrize("shares_memory", [True, False])

@@ -72,6 +72,7 @@ def test_an_order_comes_back_and_a_token_takes_two_or_three_bytes(vocab_size: in
     [
         Hello(SMALL, bytes(range(DIGEST_BYTES))),
         Welcome(2048, 16, 0.5, "a model"),
+        Welcome(2048, 16, 0.5, "a model", 1, 12, 0.25, {"code": [[9.0, 10.0], [4.0, 9.0]], "text": []}),
         Cancel(1, 2),
         Close(3),
         Forgot(4, 5),
@@ -82,11 +83,20 @@ def test_other_frames_come_back(frame: Frame) -> None:
     assert decode(encode(frame)) == frame
 
 
+LAWS = {"code": [[2.0, 3.0]]}
+
+
+def test_a_server_states_no_more_hits_than_tries_and_no_empty_round() -> None:
+    for wrong in ({"outcomes": {"code": [[4.0, 3.0]]}}, {"round_tokens": 0}, {"round_slope": float("nan")}):
+        with pytest.raises(ProtocolError):
+            decode(encode(Welcome(9, 9, 0.1, "m", **wrong)))  # type: ignore[arg-type]
+
+
 def sample_frames() -> list[bytes]:
     law = Distribution([1, 2, 3], [255, 7, 1])
     tree = Tree(1, 2, 3, 4, [9, 8, 7], [-1, 0, 0], [1.0, 0.2, 0.0], {-1: law, 1: law})
     order = DraftOrder(1, 1, 0, 0, [1, 2, 3, 500])
-    frames: list[Frame] = [tree, order, Hello(SMALL, bytes(DIGEST_BYTES)), Welcome(9, 9, 0.1, "m"), Refused(1, 1, "no")]
+    frames: list[Frame] = [tree, order, Hello(SMALL, bytes(DIGEST_BYTES)), Welcome(9, 9, 0.1, "m", 1, 3, 0.5, LAWS), Refused(1, 1, "no")]
     return [encode(frame, SMALL) for frame in frames]
 
 
@@ -110,6 +120,9 @@ def test_whatever_arrives_is_a_frame_or_a_protocol_error() -> None:
             assert_sound(frame)
         if isinstance(frame, DraftOrder):
             assert all(0 <= token < SMALL for token in frame.tokens) and frame.kept + len(frame.tokens) > 0
+        if isinstance(frame, Welcome):
+            assert frame.round_tokens > 0 and 0.0 <= frame.round_slope < 1e6
+            assert all(0.0 <= hits <= tries for depths in frame.outcomes.values() for hits, tries in depths)
     assert decoded > 1000
 
 
