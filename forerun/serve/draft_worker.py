@@ -3,6 +3,7 @@
 One thread runs the draft model. Orders are submitted from another; a later order of a sequence replaces an earlier one,
 also while that is drafted: it ends with the round that runs. Targets roll back what they assumed and was not accepted.
 Where the pool has no room, sequences that were not drafted for the longest time are read again when they next are.
+A model that a drafter was trained for gives all of a tree in one round.
 Knows no connection and no bytes.
 """
 

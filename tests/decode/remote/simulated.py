@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from forerun.decode.control.cost import CostCurve, Slowdown
+from forerun.decode.control.cost import CostCurve, ServerRounds, Slowdown
 from forerun.decode.drafters import remote as remote_module
 from forerun.decode.drafters.remote import RemoteDrafter, remote_drafter
 from forerun.decode.remote.protocol import Close, DraftOrder, Frame, Tree, Welcome
@@ -37,6 +37,7 @@ class Network:
     round_trip_s: float
     slowdown: float = 1.0  # of the target while the server computes
     silent: bool = False  # orders are read and never answered
+    rounds: ServerRounds = ServerRounds()
 
 
 class SimulatedServer:
@@ -45,7 +46,7 @@ class SimulatedServer:
     def __init__(self, world: RemoteWorld, network: Network) -> None:
         self.world, self.network = world, network
         self.address, self.refusal, self.connections = "simulated:1", "", 1
-        self.welcome = Welcome(4096, 16, 0.02, "simulated")
+        self.welcome = Welcome(4096, 16, 0.02, "simulated", 1, *network.rounds)
         self.bytes_sent = self.bytes_received = 0
         self.known: dict[int, list[int]] = {}  # wire id -> tokens that the server has read
         self.busy: list[tuple[float, float]] = []  # when it computed, and will
@@ -73,7 +74,7 @@ class SimulatedServer:
         read_s = len(frame.tokens) * self.world.machine.read_s[1] if len(frame.tokens) > 8 else 0.0
         depth = self._depth(frame)
         self.depths.append(depth)
-        end = begin + read_s + depth * self.round_s
+        end = begin + read_s + self.network.rounds.seconds(depth, self.round_s)
         self.known[frame.seq] = tokens
         self.busy.append((begin, end))
         if not self.network.silent:
@@ -86,6 +87,8 @@ class SimulatedServer:
         return self.world.rounds.seconds(1)
 
     def _depth(self, order: DraftOrder) -> int:
+        if self.network.rounds.tokens > 1:
+            return min(order.depth, self.network.rounds.tokens)
         claimed, depth = self.world.claimed, 1
         while depth < order.depth:
             free = depth * self.round_s < 1e-3 * order.free_ms

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forerun.decode.control.acceptance import RequestStats
-from forerun.decode.control.cost import Slowdown
+from forerun.decode.control.cost import ServerRounds, Slowdown
 from forerun.decode.drafters.remote import RoundTrips
 from tests.decode.remote.simulated import NAME, ONE_CORE, Network, RemoteWorld
 from tests.decode.simulator import CATEGORIES, Text, World
@@ -68,6 +68,18 @@ def test_a_near_server_on_the_same_bus_takes_turns_with_the_target(slowdown: flo
         found = against_plain(Network(0.0, slowdown), category, range(8), before=1, named=True)
         assert sum(found) / len(found) >= least
     assert min(against_plain(Network(0.1, slowdown), "code", range(4), before=1, named=True)) >= 0.97
+
+
+@pytest.mark.parametrize(("slowdown", "gain"), [(1.0, 1.02), (1.3, 1.1)])
+def test_a_round_of_several_tokens_gains_more_than_one_of_each(slowdown: float, gain: float) -> None:
+    """Near by; and far away it loses nothing either."""
+    near, block = Network(0.0, slowdown), ServerRounds(12, 0.1)
+    chains, blocks = (against_plain(n, "code", range(6), before=2) for n in (near, replace(near, rounds=block)))
+    assert sum(blocks) >= gain * sum(chains) and min(blocks) >= 0.97
+    for category in ("maths", "chat"):
+        for round_trip_s in (0.0, 0.05, 0.1):
+            network = Network(round_trip_s, slowdown, rounds=block)
+            assert min(against_plain(network, category, range(3), before=1)) >= 0.97
 
 
 @pytest.mark.parametrize("category", ["code", "maths", "chat"])
