@@ -232,15 +232,14 @@ class Speculator:
             ]
             if not chosen:
                 continue
-            slowdown = self.controller.slowdowns.get(drafter.name) if drafter.elsewhere else None
-            if slowdown is not None:
+            if slowdown := self.controller.slowdowns.get(drafter.name):
                 slowdown.round_s, slowdown.way_s, slowdown.rounds = drafter.turn_costs()
             requests = [free_request(self.controller, drafter, task, least, beside) for task in chosen]
             start = time.perf_counter()
             drafts = self.drafter_pool.propose(drafter, chosen, requests)
             seconds = (time.perf_counter() - start) / len(chosen)
             for task, request, draft in zip(chosen, requests, drafts, strict=True):
-                if slowdown is not None and slowdown.rounds.tokens > 1 and len(draft):
+                if slowdown and slowdown.rounds.tokens > 1 and len(draft):
                     task.spec_state.stats.own[drafter.name].asked = min(request.max_depth, slowdown.rounds.tokens)
                 counted_s = drafter.counted_s(task.spec_state.seq_id, seconds)
                 if not beside and counted_s is not None:

@@ -92,7 +92,7 @@ class ServedSequence:
             self.distributions[node] = Distribution([token for token, _ in law], weights)
 
 
-class Served(ModelDrafter):
+class ServedModel(ModelDrafter):
     """A draft model alone with its pages, for sequences of targets elsewhere."""
 
     name = "served"
@@ -112,7 +112,7 @@ class Served(ModelDrafter):
         self._draft_kv.filled[pages] = 0
 
 
-class ServedBlock(Served, ParallelDrafter):
+class ServedBlock(ServedModel, ParallelDrafter):
     """All of a tree in one forward, of a model that was trained for it."""
 
     def _grow(self, tree: TreeBuilder, marginals: Marginals) -> None:
@@ -126,11 +126,13 @@ class ServedBlock(Served, ParallelDrafter):
             if depth < marginals.depth:
                 row = marginals.row(depth, before)[: sequence.vocab_size]
                 top = torch.softmax(row / heat, -1).topk(min(order.top_tokens, len(row)))
-                law = [(token, p) for token, p in zip(top.indices.tolist(), top.values.tolist(), strict=True) if p > 0.0]
+                law = [
+                    (token, p) for token, p in zip(top.indices.tolist(), top.values.tolist(), strict=True) if p > 0.0
+                ]
                 sequence.tell(node, law, order)
 
 
-class ServedDrafter(Served):
+class ServedDrafter(ServedModel):
     """A token a round: stops when a target does not wait any more, and by entropy."""
 
     def __init__(
@@ -186,7 +188,7 @@ class DraftWorker:
         model = DraftModel(llm.decoder, engine.tokenizer, True, llm.model, *trained)
         ctx = DraftContext(self._pool, engine.runner, engine.tokenizer, self.max_context, model, engine.runner)
         ctx.draft_kv = DraftKV(self._pool.kv, self._pool.num_pages)
-        self._drafter: Served = ServedDrafter(ctx, self._should_stop) if trained[0] is None else ServedBlock(ctx)
+        self._drafter: ServedModel = ServedDrafter(ctx, self._should_stop) if trained[0] is None else ServedBlock(ctx)
         engine.clear_cache()  # all pages are for drafts
         self.rounds, curve = ServerRounds(self._drafter.tokens_per_round), engine.speculator.controller.target
         self.round_s = curve.seconds(1)
@@ -314,7 +316,9 @@ class DraftWorker:
         self._drafter.running = {}
         for (sequence, order, request), draft in zip(running, drafts, strict=True):
             if len(draft) or self._drafter.catch_up_tokens(request) <= self._drafter.max_unread_tokens:
-                self._finish(sequence, order, self._tree(sequence, order, draft, request.max_depth))  # else a long prompt is not read yet
+                self._finish(
+                    sequence, order, self._tree(sequence, order, draft, request.max_depth)
+                )  # else a long prompt is not read yet
 
     def _tree(self, sequence: ServedSequence, order: DraftOrder, draft: Draft, depth: int) -> Tree:
         """What is worth sending of a draft: no path that is not worth verifying."""

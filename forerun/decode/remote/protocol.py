@@ -52,7 +52,7 @@ class Hello:
 
 @dataclass
 class Welcome:
-    """The server's reply to it. What it says of its model is believed as far as a draft is: until outcomes are known."""
+    """The server's reply to it. What it says of its model is believed until outcomes are known."""
 
     max_context: int
     max_sequences: int

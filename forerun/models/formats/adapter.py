@@ -222,8 +222,8 @@ def adapted_draft(draft: Checkpoint, wanted: str) -> AdaptedCheckpoint | None:
 
 
 def draft_for_any(model: str | Path | Checkpoint) -> Checkpoint:
-    """A draft model whose targets are elsewhere: by name, with a drafter trained for it where there is one, whatever the
-    target that was trained for; or a trained drafter's file. Of several the first file counts."""
+    """A draft model whose targets are elsewhere: by name, with a drafter trained for it where there is one, whatever
+    target that was for; or a trained drafter's file. Of several the first file counts."""
     if not isinstance(model, (str, Path)):
         return model
     if str(model).endswith(".safetensors"):

@@ -96,7 +96,13 @@ def sample_frames() -> list[bytes]:
     law = Distribution([1, 2, 3], [255, 7, 1])
     tree = Tree(1, 2, 3, 4, [9, 8, 7], [-1, 0, 0], [1.0, 0.2, 0.0], {-1: law, 1: law})
     order = DraftOrder(1, 1, 0, 0, [1, 2, 3, 500])
-    frames: list[Frame] = [tree, order, Hello(SMALL, bytes(DIGEST_BYTES)), Welcome(9, 9, 0.1, "m", 1, 3, 0.5, LAWS), Refused(1, 1, "no")]
+    frames: list[Frame] = [
+        tree,
+        order,
+        Hello(SMALL, bytes(DIGEST_BYTES)),
+        Welcome(9, 9, 0.1, "m", 1, 3, 0.5, LAWS),
+        Refused(1, 1, "no"),
+    ]
     return [encode(frame, SMALL) for frame in frames]
 
 
