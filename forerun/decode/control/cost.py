@@ -36,8 +36,8 @@ TIMED_STARTS = (128, 512)  # of prompts that a paid drafter reads; more is read 
 
 
 class ServerRounds(NamedTuple):
-    """Of a draft server: tokens that one round drafts at most, one after the other, and what each of them after the first
-    adds to it, as a share of a round for one."""
+    """Of a draft server: tokens that one round drafts at most, one after the other, and what each of them after the
+    first adds to it, as a share of a round for one."""
 
     tokens: int = 1
     slope: float = 0.0
