@@ -38,6 +38,7 @@ from forerun.decode.remote.protocol import (
     encode,
     vocabulary_digest,
 )
+from forerun.models.formats.pard import ParallelDrafting
 from forerun.serve.config import ApiKeys
 from forerun.serve.draft_server import DraftServeConfig, DraftServer
 from forerun.serve.listening import listen
@@ -171,6 +172,28 @@ def test_sampled_drafts_are_drawn_here_from_quantised_distributions(small: LLM, 
         answers = ask(target, name, replace(PARAMS, temperature=0.15), verify)
     assert sum(answer.usage.drafters[name].accepted for answer in answers) > 10
     assert all(answer.usage.verifier == verify and answer.usage.lossless for answer in answers)
+
+
+@pytest.mark.parametrize("verify", ["match", "rejection", "transport"])
+def test_drafts_of_several_tokens_in_one_forward(
+    tiny_folder: Callable[[str], Path], target: LLM, verify: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not trained for it, so that hardly more than the first of five is right."""
+    with LLM(str(tiny_folder("llama")), dtype="float32", quiet=True, max_model_len=512, threads=1) as llm:
+        llm.parallel = ParallelDrafting(mask_token=2, tokens=5, outcomes={"text": [[30.0, 40.0]]})  # type: ignore[attr-defined]
+        with running(llm) as (server, port):
+            name = f"remote:127.0.0.1:{port}"
+            connect_drafter(target, name)
+            answers = ask(target, name, verify=verify)
+            usage = [answer.usage.drafters[name] for answer in answers]
+            assert sum(tally.accepted for tally in usage) > 10
+            assert server.worker.num_rounds == server.worker.trees > 0
+            known = target.engine.speculator.controller
+            assert (
+                known.slowdowns[name].rounds.tokens == 5 and known.acceptance.records[name].kinds["text"].total[1] > 0
+            )
+    assert verify != "match" or [answer.token_ids for answer in answers] == plain(target)
+    assert "drafting failed" not in caplog.text
 
 
 def test_a_prompt_is_read_in_parts_and_rolled_back_where_a_guess_was_wrong(
