@@ -1,13 +1,16 @@
 """Where the first token of a drafted or an edited prompt spends its time on a GPU: stages, kernels, and gaps in which
 none runs.
 
-    python -m forerun_research.scripts.prefill_trace --tokens 8192,16384 [--edited 8192] [--runs 9] [--data DATA]
-        [--out TRACE.json]
+    python -m forerun_research.scripts.prefill_trace --tokens 8192,16384 [--edited 8192] [--fresh 3] [--runs 9]
+        [--models FOLDER] [--data DATA] [--out TRACE.json]
 
-Exact and drafted prompts of code and essays in turn from cold caches, edited ones (a first line changed, `chunk`) after
-their old prompt. Then one of each with a mark at both ends of every stage: when the host is there, and when the device
-has done all that was launched before it. Then one of each under torch's profiler, whose own cost makes the host slower:
-gaps are upper limits. Needs CUDA and a profile of the pair.
+Exact and drafted prompts of code and essays in turn from cold caches, edited ones (a first line changed, `chunk`,
+provisional) after their old prompt, beside exact prefill of them from nothing and behind what prefix caching keeps.
+`--fresh`: so many lengths that no prompt had before, each asked twice. Then one of each with a mark at both ends of
+every stage: when the host is there, and when the device has done all that was launched before it. Then one of each
+under torch's profiler, whose own cost makes the host slower: gaps are upper limits. Before all of these the first
+prompt of the process, with marks. `--kernels`: single kernels that were or could be used, by themselves
+(`prefill_kernels`). Prints tables, writes all of it to --out. Needs CUDA and a profile of the pair.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from forerun.core import SamplingParams
 from forerun.engine.engine import Engine
+from forerun.engine.scheduler import Scheduler
 from forerun.llm import LLM
 from forerun.models.execution.runner import Runner
 from forerun.params import Prefill
@@ -34,21 +38,25 @@ from forerun.prefill.checks import Checker
 from forerun.prefill.maps import KVWriter
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.recompute import RaggedDepthPass
+from forerun.prefill.sources.chunk import ChunkSource
 from forerun.prefill.sources.draft import DraftSource
-from forerun_research.studies.prefill_score import prefiller_of
+from forerun_research.studies.prefill_score import EveryPromptPays, prefiller_of
 from forerun_research.studies.prefill_texts import StudyTexts
 
 STAGES: dict[type, tuple[str, ...]] = {
     Prefiller: ("open", "_read", "_rank", "_plan", "_look", "_recompute", "_check", "close"),
     RaggedDepthPass: ("run", "at_once"),
+    DraftSource: ("_run",),
+    ChunkSource: ("open", "_copy"),
     KVWriter: ("write",),
     Checker: ("__init__", "scores"),
-    Runner: ("tail_attention", "forward"),
-    Engine: ("_step", "_append"),
+    Runner: ("tail_attention", "recompute", "forward"),
+    Scheduler: ("_admit", "schedule"),
+    Engine: ("process_inbox", "_step", "_append"),
 }
 MIN_GAP_US = 60.0
 MIN_WAIT_US = 100.0
-SHOWN_KERNELS = 30
+SHOWN_KERNELS, PRINTED_KERNELS = 30, 9
 SPECULATIVE, CHUNK = Prefill("speculative", source="draft"), Prefill("speculative", source="chunk")
 PROVISIONAL = Prefill("provisional", source="chunk", allow_exact=True)
 ANSWER_TOKENS = 16  # of edited prompts, to compare
@@ -105,6 +113,21 @@ class Timeline:
             (name, round(1e3 * (at - origin), 2), round(first.elapsed_time(e), 2)) for name, at, e in self.marks[1:]
         ]
 
+    def table(self) -> list[str]:
+        """A line for each stage: when it begins and how long it takes, on the host and on the device."""
+        rows, open_rows, lines = self.rows(), list[int](), list[str]()
+        for number, (name, host, device) in enumerate(rows):
+            if not name.startswith("/"):
+                open_rows.append(number)
+                lines.append("")
+                continue
+            first = open_rows.pop()
+            _, host0, device0 = rows[first]
+            line = sum(not other.startswith("/") for other, _, _ in rows[:first])
+            label = "  " * len(open_rows) + name[1:]
+            lines[line] = f"{host0:7.2f} +{host - host0:6.2f}   {device0:7.2f} +{device - device0:6.2f}  {label}"
+        return ["   host              device", *(line for line in lines if line)]
+
 
 def prepare(llm: LLM, case: Case) -> None:
     llm.clear_cache()
@@ -132,20 +155,23 @@ def timed(llm: LLM, cases: list[Case], runs: int) -> dict[str, Any]:
     does, or not."""
     edited = cases[0][0] is not None
     ways = {"exact": Prefill(), "drafted": PROVISIONAL if edited else SPECULATIVE}
+    names = {"exact": "prefix caching"} if edited else {}
     found: dict[str, list[float]] = defaultdict(list)
     same, last = 0, dict[str, Any]()
     for run in range(runs):
         case, answers = cases[run % len(cases)], {}
         if edited:
             prepare(llm, (None, case[1]))
-            found["from nothing"].append(first_token(llm, case, Prefill())["ms"])
+            found["exact"].append(first_token(llm, case, Prefill())["ms"])
         for way, prefill in ways.items():
             prepare(llm, case)
             last = first_token(llm, case, prefill, ANSWER_TOKENS if edited else 1)
             answers[way] = last["ids"]
-            found[way].append(last.get("first_ms", last["ms"]))
+            found[names.get(way, way)].append(last.get("first_ms", last["ms"]))
             if "first_ms" in last:
                 found["confirmed"].append(last["ms"])
+                found["shown"].append(last["shown"])
+                found["stood"].append(last["stood"])
             if last.get("fell_back"):
                 found["fell back"].append(run)
         same += answers["exact"] == answers["drafted"]
@@ -154,12 +180,29 @@ def timed(llm: LLM, cases: list[Case], runs: int) -> dict[str, Any]:
     return {"medians": medians, "same": same, "runs": runs, "ms": dict(found), "last": last}
 
 
-def staged(llm: LLM, timeline: Timeline, case: Case, prefill: Prefill) -> dict[str, Any]:
-    for _ in range(2):
+def fresh_lengths(llm: LLM, cases: list[Case], count: int) -> dict[str, Any]:
+    """First tokens of lengths that no prompt had before, exact and drafted, the first and the second time."""
+    found = []
+    for number in range(count):
+        ids = cases[number % len(cases)][1]
+        ids = ids[: len(ids) - 100 - 37 * number]
+        times: dict[str, Any] = {"tokens": len(ids)}
+        for way, prefill in (("exact", Prefill()), ("drafted", SPECULATIVE)):
+            times[way] = []
+            for _ in range(2):
+                prepare(llm, (None, ids))
+                times[way].append(first_token(llm, (None, ids), prefill)["ms"])
+        found.append(times)
+    return {"fresh lengths": found}
+
+
+def staged(llm: LLM, timeline: Timeline, case: Case, prefill: Prefill, warm: int = 1) -> dict[str, Any]:
+    for _ in range(warm + 1):
         prepare(llm, case)
         with timeline.taken():
             found = first_token(llm, case, prefill)
-    return {"mode": prefill.mode, "source": prefill.source, **found, "stages": timeline.rows()}
+    about = {"mode": prefill.mode, "source": prefill.source, **found}
+    return {**about, "stages": timeline.rows(), "table": timeline.table()}
 
 
 def traced(llm: LLM, case: Case, prefill: Prefill) -> dict[str, Any]:
@@ -168,33 +211,36 @@ def traced(llm: LLM, case: Case, prefill: Prefill) -> dict[str, Any]:
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             about = first_token(llm, case, prefill)
             torch.cuda.synchronize()
-    kernels, calls = [], defaultdict[str, list[float]](list)
+    ran, calls = [], defaultdict[str, list[float]](list)
     waits: list[tuple[float, float, str]] = []
     for event in seen.events():
         span = event.time_range
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            kernels.append((span.start, span.end, event.name))
+            ran.append((span.start, span.end, event.name))
         elif event.name.startswith("cu"):
             calls[event.name].append(span.end - span.start)
             if span.end - span.start > MIN_WAIT_US:
                 waits.append((span.start, span.end - span.start, event.name))
-    kernels.sort()
+    ran.sort()
     by_name = defaultdict[str, list[float]](list)
-    for start, end, name in kernels:
+    for start, end, name in ran:
         by_name[name[:90]].append(end - start)
     most = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:SHOWN_KERNELS]
-    origin, last, gaps = kernels[0][0] if kernels else 0.0, kernels[0][0] if kernels else 0.0, []
-    for start, end, name in kernels:
+    origin, last, gaps = ran[0][0] if ran else 0.0, ran[0][0] if ran else 0.0, []
+    for start, end, name in ran:
         if start - last > MIN_GAP_US:
             gaps.append({"at_us": round(last - origin), "us": round(start - last), "then": name[:60]})
         last = max(last, end)
     return {
         "mode": prefill.mode,
         "source": prefill.source,
-        "busy_ms": sum(end - start for start, end, _ in kernels) / 1e3,
+        "busy_ms": sum(end - start for start, end, _ in ran) / 1e3,
         "span_ms": (last - origin) / 1e3,
         "gaps": gaps,
         "waits": [{"at_us": round(at - origin), "us": round(us), "call": name} for at, us, name in sorted(waits)],
+        "launches": sum(len(t) for name, t in calls.items() if "Launch" in name),
+        "syncs": sum(len(t) for name, t in calls.items() if "Synchronize" in name),
+        "copies": sum(len(t) for name, t in calls.items() if "Memcpy" in name),
         "calls": {name: [len(t), round(sum(t) / 1e3, 3)] for name, t in calls.items()},
         "kernels": [{"name": n, "count": len(t), "ms": round(sum(t) / 1e3, 3)} for n, t in most],
         **about,
@@ -224,9 +270,13 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Where the first token of a drafted prompt spends its time.")
     parser.add_argument("--model", default="qwen2.5-coder-1.5b-instruct")
     parser.add_argument("--draft-model", default="qwen2.5-coder-0.5b-instruct")
+    parser.add_argument("--models", type=Path, help="a folder with the GGUF files of both, by these names")
     parser.add_argument("--tokens", type=_numbers, default=[8192, 16384])
     parser.add_argument("--edited", type=_numbers, default=[], help="lengths of edited prompts")
+    parser.add_argument("--edited-runs", type=int, default=4)
+    parser.add_argument("--fresh", type=int, default=0, help="lengths that no prompt had before")
     parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--kernels", action="store_true", help="single kernels, too")
     parser.add_argument(
         "--read-windows", type=_numbers, default=[0], help="of the draft's layers while it reads; 0: none"
     )
@@ -240,45 +290,82 @@ def main(given: list[str] | None = None) -> int:
 
     def keep(record: dict[str, Any]) -> None:
         found.append(record | {"at_s": round(time.monotonic() - begun, 1)})
-        print(json.dumps({name: value for name, value in found[-1].items() if name in _SHOWN}), flush=True)
+        show(found[-1])
         if args.out is not None:
             args.out.write_text(json.dumps(found))
 
-    with LLM(args.model, draft_model=args.draft_model, device=args.device, quiet=True) as llm:
+    model, draft = (found_model(args.models, name) for name in (args.model, args.draft_model))
+    with LLM(model, draft_model=draft, device=args.device, quiet=True) as llm:
         keep({"opened": True})
         measure(llm, args, keep, lambda: time.monotonic() - begun > args.seconds)
     return 0
+
+
+def found_model(folder: Path | None, name: str) -> str:
+    files = [] if folder is None else sorted(folder.glob(f"{name}*.gguf"))
+    return str(files[0]) if files else name
 
 
 def measure(
     llm: LLM, args: argparse.Namespace, keep: Callable[[dict[str, Any]], None], late: Callable[[], bool]
 ) -> None:
     texts, timeline = StudyTexts(args.data, llm.tokenizer), Timeline()
-    timeline.watch()
-    source = prefiller_of(llm.engine).source(SPECULATIVE)
-    assert isinstance(source, DraftSource)
     plain = {length: plain_cases(texts, length, args.texts) for length in args.tokens}
     edited = {length: edited_cases(llm, texts, length, args.texts) for length in args.edited}
     keep({"texts": True})
-    for length, cases in edited.items():
-        keep({"edited": length, **timed(llm, cases, args.runs)})
+    timeline.watch()
+    for length, cases in list(plain.items())[:1]:
+        for prefill in (SPECULATIVE, Prefill()):
+            keep({"first of the process": length, **staged(llm, timeline, cases[0], prefill, warm=0)})
+    prefiller = prefiller_of(llm.engine)
+    source = prefiller.source(SPECULATIVE)
+    assert isinstance(source, DraftSource)
     for length, cases in plain.items():
         for window in args.read_windows:
             source.narrow(window)
             keep({"tokens": length, "window": window, **timed(llm, cases, args.runs)})
         source.narrow(args.read_windows[0])
-    for way in (lambda *given: staged(llm, timeline, *given), lambda *given: traced(llm, *given)):
-        for length, cases in (*edited.items(), *plain.items()):
-            for prefill in (CHUNK,) if cases[0][0] is not None else (SPECULATIVE, Prefill()):
-                if not late():
-                    keep({"length": length, **way(cases[0], prefill)})
+    forecast, prefiller.forecast = prefiller.forecast, EveryPromptPays(llm.decoder.device.type)
+    for length, cases in edited.items():
+        keep({"edited": length, **timed(llm, cases, args.edited_runs)})
+    for length, cases in (*edited.items(), *plain.items()):
+        for prefill in (PROVISIONAL,) if cases[0][0] is not None else (SPECULATIVE,):
+            if not late():
+                keep({"length": length, **staged(llm, timeline, cases[0], prefill)})
+    if args.fresh and not late():
+        keep(fresh_lengths(llm, next(iter(plain.values())), args.fresh))
+    for length, cases in (*edited.items(), *plain.items()):
+        for prefill in (PROVISIONAL,) if cases[0][0] is not None else (SPECULATIVE,):
+            if not late():
+                keep({"length": length, **traced(llm, cases[0], prefill)})
+    prefiller.forecast = forecast
+    if args.kernels and not late():
+        from forerun_research.scripts.prefill_kernels import kernels
+
+        llm.clear_cache()
+        keep({"kernels alone": kernels(llm.engine.runner)})
 
 
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-_SHOWN = ("opened", "texts", "edited", "tokens", "window", "medians", "same", "runs", "at_s", "length", "source", "ms")
+def show(record: dict[str, Any]) -> None:
+    """A line, the stages below it, and the kernels that take longest."""
+    print(json.dumps({name: value for name, value in record.items() if name in _SHOWN}), flush=True)
+    for line in record.get("table", ()):
+        print(f"    {line}")
+    if kernels_seen := record.get("kernels"):
+        for kernel in kernels_seen[:PRINTED_KERNELS]:
+            print(f"    {kernel['ms']:7.3f} ms {kernel['count']:5d} x {kernel['name'][:60]}")
+        print("    gaps", [(gap["at_us"], gap["us"]) for gap in record["gaps"][:12]], flush=True)
+
+
+_SHOWN = (
+    *("opened", "texts", "edited", "tokens", "window", "medians", "same", "runs", "at_s", "length", "source", "ms"),
+    *("first of the process", "fresh lengths", "kernels alone", "first_ms", "fell_back", "launches", "syncs", "copies"),
+    *("busy_ms", "span_ms", "recomputed", "rounds", "predicted_kl", "read_s", "recompute_s", "check_s"),
+)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""K/V of many layers written or read in one launch, and rows of many tensors gathered in one.
+"""K/V of many layers written, moved or read in one launch, and rows of many tensors gathered in one.
 
 The layers' caches are tensors of their own: kernels are handed their addresses, as numbers on the device. All
 arithmetic is float32, rounded once when stored. Knows slots, not whose they are; caches are [num_slots, Hkv, D].
@@ -71,6 +71,54 @@ def _write(
 
 
 @triton.jit(do_not_specialize=["base", "total", "count"])
+def _move(
+    addresses, places, like, base, total, count,
+    HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS heads, token by token, of one layer's K and V. `addresses`: [3, total] of K, V, angles;
+    `places`: [4, count] slots from and to, old and new positions."""
+    wait_for_previous(PDL)
+    layer = tl.program_id(1)
+    dtype = like.dtype.element_ty
+    at = addresses + base + layer
+    k_cache = tl.multiple_of(tl.load(at).to(tl.pointer_type(dtype)), ALIGNED)
+    v_cache = tl.multiple_of(tl.load(at + total).to(tl.pointer_type(dtype)), ALIGNED)
+    table = tl.multiple_of(tl.load(at + 2 * total).to(tl.pointer_type(tl.float32)), ALIGNED)
+
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    half = tl.arange(0, HALF)
+    token = row // HEADS
+    head = row % HEADS
+    there = token < count
+    ok = there[:, None] & (half < D // 2)[None, :]
+    source = tl.load(places + token, mask=there, other=0)
+    target = tl.load(places + count + token, mask=there, other=0)
+    old = tl.load(places + 2 * count + token, mask=there, other=0)
+    new = tl.load(places + 3 * count + token, mask=there, other=0)
+    # as `RopeTable.between`: both carry the factor on rotated vectors, which the heads have already
+    factor = tl.load(table)
+    was = table + (old * D)[:, None] + half[None, :]
+    becomes = table + (new * D)[:, None] + half[None, :]
+    cos_old = tl.load(was, mask=ok, other=0.0)
+    sin_old = tl.load(was + D // 2, mask=ok, other=0.0)
+    cos_new = tl.load(becomes, mask=ok, other=0.0)
+    sin_new = tl.load(becomes + D // 2, mask=ok, other=0.0)
+    cos = (cos_new * cos_old + sin_new * sin_old) / (factor * factor)
+    sin = (sin_new * cos_old - cos_new * sin_old) / (factor * factor)
+
+    cells = ((source * HEADS + head) * D)[:, None] + half[None, :]
+    out = ((target * HEADS + head) * D)[:, None] + half[None, :]
+    low = tl.load(k_cache + cells, mask=ok, other=0.0).to(tl.float32)  # [ROWS, HALF]
+    high = tl.load(k_cache + cells + D // 2, mask=ok, other=0.0).to(tl.float32)
+    v_low = tl.load(v_cache + cells, mask=ok, other=0.0)
+    v_high = tl.load(v_cache + cells + D // 2, mask=ok, other=0.0)
+    tl.store(k_cache + out, tl.fma(-high, sin, low * cos).to(dtype), mask=ok)
+    tl.store(k_cache + out + D // 2, tl.fma(low, sin, high * cos).to(dtype), mask=ok)
+    tl.store(v_cache + out, v_low, mask=ok)
+    tl.store(v_cache + out + D // 2, v_high, mask=ok)
+
+
+@triton.jit(do_not_specialize=["base", "total", "count"])
 def _gather(
     addresses, rows, out, base, total, count,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
@@ -137,6 +185,7 @@ class CudaAllLayersKV(AllLayersKV):
         nothing = self._addresses.new_empty(0)
         self.write(like.new_empty(0, total, 2, *like.shape[1:]), 0, nothing, [range(total)])
         self.read(0, nothing)
+        self.move(0, nothing.view(4, 0))
         for width in (c.hidden_size, c.num_heads * c.head_dim):
             gather(self._addresses[:1], 0, like.new_empty(0, width), nothing)
 
@@ -151,6 +200,14 @@ class CudaAllLayersKV(AllLayersKV):
         launch(
             _write, (cdiv(tokens * heads, HEADS_AT_ONCE), layers),
             mapped, self._addresses, slots, self._kv[0][0], base, total, first, tokens, mapped.stride(0),
+            HEADS=heads, D=dim, HALF=next_power_of_2(dim // 2), ROWS=HEADS_AT_ONCE, **options(4),
+        )  # fmt: skip
+
+    def move(self, base: int, places: Tensor) -> None:
+        count, (heads, dim), total = places.shape[1], self._kv[0][0].shape[1:], len(self._kv)
+        launch(
+            _move, (cdiv(count * heads, HEADS_AT_ONCE), total - base),
+            self._addresses, places, self._kv[0][0], base, total, count,
             HEADS=heads, D=dim, HALF=next_power_of_2(dim // 2), ROWS=HEADS_AT_ONCE, **options(4),
         )  # fmt: skip
 

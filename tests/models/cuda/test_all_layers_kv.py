@@ -60,6 +60,26 @@ def test_written_as_torch_does(layers, base, heads, dim, given, kept, tokens):
             assert torch.equal(got[1], want[1])
 
 
+@pytest.mark.parametrize("kept", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("layers", "base", "heads", "dim"), [(4, 1, 2, 32), (3, 0, 3, 64), (5, 2, 1, 24)])
+@pytest.mark.parametrize("tokens", [1, 29])
+def test_moved_as_torch_does(layers, base, heads, dim, kept, tokens):
+    places = torch.randperm(SLOTS, device=DEVICE)[: 2 * tokens].view(2, tokens)
+    places = torch.cat((places, torch.randint(0, 64, (2, tokens), device=DEVICE)))
+    (kernel, found), (torchs, wanted), (_, before) = (
+        make(way, layers, heads, dim, getattr(torch, kept)) for way in (CudaAllLayersKV, AllLayersKV, AllLayersKV)
+    )
+    for each in (kernel, torchs):
+        each.move(base, places)
+    near = {"float32": 1e-5, "bfloat16": 2**-7}[kept]  # the interpreter cuts off what bfloat16 cannot hold
+    others = torch.ones(SLOTS, dtype=torch.bool, device=DEVICE).index_fill_(0, places[1], False)
+    for i, (got, want, was) in enumerate(zip(found, wanted, before, strict=True)):
+        assert torch.allclose(got[0].float(), want[0].float(), rtol=near, atol=near), f"layer {i}"
+        assert torch.equal(got[1], want[1])
+        assert all(torch.equal(mine[others], old[others]) for mine, old in zip(got, was, strict=True))
+        assert (i >= base) != torch.equal(got[0], was[0]), "layers below are left alone"
+
+
 def test_rows_of_what_is_mapped_may_lie_apart():
     wide = draw(9, 2 * 2 * 2 * 16 + 32)
     slots = torch.arange(9, device=DEVICE) * 3
