@@ -335,7 +335,7 @@ def measure(
     if args.fresh and not late():
         keep(fresh_lengths(llm, next(iter(plain.values())), args.fresh))
     for length, cases in (*edited.items(), *plain.items()):
-        for prefill in (PROVISIONAL,) if cases[0][0] is not None else (SPECULATIVE,):
+        for prefill in (CHUNK,) if cases[0][0] is not None else (SPECULATIVE,):
             if not late():
                 keep({"length": length, **traced(llm, cases[0], prefill)})
     prefiller.forecast = forecast
