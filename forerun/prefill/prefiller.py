@@ -19,8 +19,6 @@ from torch import Tensor
 from forerun.core import PrefillReport
 from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadProfile, BadRequest, ForerunError
-from forerun.models.execution.runner import Span
-from forerun.models.execution.timing import median_seconds
 from forerun.params import Prefill
 from forerun.prefill import sources
 from forerun.prefill.checks import Checker, Scores, check_thresholds, divergence, wipe
@@ -46,13 +44,13 @@ from forerun.prefill.plan import (
 )
 from forerun.prefill.profile import Profile, chunk_profile
 from forerun.prefill.recompute import RaggedDepthPass, Recomputer
+from forerun.prefill.rehearsal import rehearse
 from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillStage, PrefillState
 
 # of a text that is drafted: beyond it calibration says nothing about the drafts. With a reference of code and essays
 # other code, essays, questions and news had at most 1.3 (47 of 48 windows), tables, logs and base64 at least 2.2 (35)
 MAX_DRIFT = 2.0
-TIMED_TOKENS = 2048  # of exact prefill, timed on a GPU when a model is opened
 SLICE_GROWTH = 4  # each further round of a prompt whose damage is predicted takes so many times the tokens of the last
 # of a signal's threshold, which 98% of calibration's prompts keep: no text like theirs comes so far, and zeroed or
 # misplaced K/V goes beyond it. At least half of a prompt's check spans must, since more recomputing hardly helps one
@@ -82,15 +80,7 @@ class Prefiller:
         ctx.runner.all_layers_kv.prepare()
         self._recomputer.warm_up(profile.maps.base)
         if ctx.runner.decoder.device.type == "cuda":
-            self.time_exact(min(TIMED_TOKENS, ctx.max_context - 1))
-
-    def time_exact(self, tokens: int) -> None:
-        """Let the forecast know what exact prefill takes, where a few milliseconds answer that."""
-        if (pool := self._runner.pool).pages_for(tokens) <= pool.free:
-            with pool.borrow(tokens) as pages:
-                span = Span([0] * tokens, 0, pages, (tokens - 1,), prompt=True)
-                seconds = median_seconds(lambda: self._runner.forward([span]).logits[-1, 0].item(), 2)
-            self.forecast.observe_exact(tokens, seconds)
+            rehearse(self, ctx)
 
     # -- before a prompt is drafted ------------------------------------------------------------------------------------
 
@@ -192,14 +182,12 @@ class Prefiller:
             state.fall_back(str(problem))
             return state
         source = self.source(state.settings)
-        self._assign(state, source)
         if short := too_short(state, self.policy, source.min_length_scale):
+            self._assign(state, source)
             state.fall_back(short)
             return state
-        source.open(state)
-        state.opened = True
+        self.begin(state, source)
         profile = self.profile_of(source.name)
-        state.compares_tail = profile.damage is not None
         made = expected_plan(state, profile, source, state.costs, self.policy, self._reading_cost(state))
         if why := made.exact or self._why_not_tried(state, profile, made.cost):
             state.fall_back(why)
@@ -215,6 +203,13 @@ class Prefiller:
                     f"the text is unlike the profile's: its drift is {state.report.drift:.1f}, the limit {MAX_DRIFT:g}"
                 )
         return self.forecast.why_exact(state.source.name, int(state.costs.exact), cost)
+
+    def begin(self, state: PrefillState, source: KVSource) -> None:
+        """Start a prompt that is drafted."""
+        self._assign(state, source)
+        source.open(state)
+        state.opened = True
+        state.compares_tail = self.profile_of(source.name).damage is not None
 
     def _assign(self, state: PrefillState, source: KVSource) -> None:
         state.source, state.costs = source, Costs(state, source, self._config)

@@ -287,12 +287,3 @@ def test_known_entries_are_not_read_and_only_the_chosen_are_recomputed(ctx: Draf
         changed = (old[0] != new[0]).flatten(1).any(1).numpy()
         assert not changed[~fresh].any()
     assert again.report.cost < 1.0
-
-
-def test_exact_prefill_is_timed_on_borrowed_pages(tiny_folder):
-    ctx = make_draft_context(tiny_folder("qwen2"))
-    prefiller, free = make_prefiller(ctx, Fake(ctx)), ctx.pool.free
-    prefiller.time_exact(128)
-    assert prefiller.forecast.exact_s(128) > 0 and ctx.pool.free == free
-    prefiller.time_exact(1 << 20)  # more than there is room for
-    assert ctx.pool.free == free
