@@ -157,7 +157,9 @@ class PagePool:
 
     def _add_runs(self, first: int, end: int) -> None:
         """Free runs between two pages, into the heap."""
-        edges = np.flatnonzero(np.diff(np.concatenate(([1], self.refs[first:end] != 0, [1]))))  # start, end, start, ...
+        taken = np.ones(end - first + 2, dtype=bool)  # a byte a page: a large pool has 150,000, and a prompt waits
+        taken[1:-1] = self.refs[first:end] != 0
+        edges = np.flatnonzero(taken[1:] != taken[:-1])  # start, end, start, ...
         for start, stop in edges.reshape(-1, 2).tolist():
             heapq.heappush(self._runs, (start - stop, first + start))
 

@@ -65,7 +65,7 @@ def _attend(
     table_stride, page_stride, tree_width, lanes, least,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr,
-    MOST: tl.constexpr, TILES_AT: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    MOST: tl.constexpr, TILES_AT: tl.constexpr, SHARED: tl.constexpr, UNMASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     cut: tl.constexpr = LANES > 1
@@ -119,9 +119,9 @@ def _attend(
         total = tl.load(part_ml + cell * 2 + 1, mask=begun, other=0.0)
         acc = tl.load(part + cell[:, None] * D + d[None, :], mask=begun[:, None] & d_ok[None, :], other=0.0)
     table = block_tables + s * table_stride
-    if not cut and WINDOW == 0:  # blocks that every row sees whole need no mask; the same bits, in less time
+    if UNMASKED:  # blocks that every row sees whole need no mask; the same bits, in less time
         block_whole = tl.min(tl.where(real, limit, high), axis=0) // KEYS
-        for block in range(block_first, block_whole):
+        for block in range(block_first, block_whole, LANES):
             entry = block * KEYS + tl.arange(0, KEYS)
             page = tl.load(table + entry // PAGE * page_stride).to(tl.int64)
             cells = ((page * PAGE + entry % PAGE) * KV_HEADS + kv_head)[:, None] * D + d[None, :]
@@ -133,7 +133,7 @@ def _attend(
                 v_tile = tl.load(v_cache + cells, mask=d_ok[None, :], other=0.0)
             score = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
             best, total, acc = absorb(score, v_tile, best, total, acc, scale)
-        block_first = tl.maximum(block_first, block_whole)
+        block_first += (tl.maximum(block_whole - block_first, 0) + LANES - 1) // LANES * LANES
     for block in range(block_first, block_end, LANES):
         entry = block * KEYS + tl.arange(0, KEYS)
         there = (entry >= low) & (entry < high)
@@ -224,7 +224,9 @@ def paged_attention(
             GROUP=heads // kv_heads, KV_HEADS=kv_heads, D=dim, DP=max(16, next_power_of_2(dim)), PAGE=page_size,
             ROWS=shape.rows, KEYS=shape.keys, LANES=lanes, WINDOW=window or 0,
             WIDTH=next_power_of_2(width) if width else 0, MOST=MAX_DECODE_TOKENS if few else 1 << 30,
-            TILES_AT=int(by_tile), SHARED=groups is not None, **options(shape.warps, shape.stages),
+            TILES_AT=int(by_tile), SHARED=groups is not None,
+            # where few tokens decode, most blocks are the last ones of their lanes: a second loop would cost more
+            UNMASKED=not window and (lanes == 1 or not few), **options(shape.warps, shape.stages),
         )  # fmt: skip
         if parts is not None and few:
             join_few(parts, plan.cu_q, plan.cells, out, count, MAX_DECODE_TOKENS, lanes, launched)
