@@ -72,6 +72,10 @@ class AttentionBackend(ABC):
         summed over tokens and heads; None where that is not computed at once. `q` [T, Hq, D] rotated."""
         return None
 
+    def prepare_prompts(self, kv: tuple[Tensor, Tensor], most: int, least: int = 0) -> None:  # noqa: B027 (on a GPU)
+        """Have libraries build in this thread what whole prompts of at most so many tokens will run in a layer `kv`;
+        `least`: where shorter ones run otherwise."""
+
     def forget(self) -> None:  # noqa: B027 (most keep nothing)
         """Drop copies of K/V, after what is not a number has been in the cache."""
 

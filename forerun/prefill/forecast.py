@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 MAX_EXPECTED_RATIO = 0.95  # of exact prefill's seconds: below it time is saved although no forecast is sure
 # seconds against planned work before any was observed. Two cores: 1.24 (SmolLM2 alone) and 1.14 (pair) at 2,048 tokens;
-# one H200: 0.38 of the work took 0.6 of 51 ms and more than all of 17 ms, which is 1.1 times the work and 15 ms
+# one H200: 0.38 of the work took 29 of 47 ms and 60 of 111, 0.03 of it 9 of 47 (a first line changed), which is 1.1
+# times the work and 10 ms
 PRIOR_FACTOR = {"cpu": 1.25, "cuda": 1.1}
-FIXED_S = {"cpu": 0.0, "cuda": 0.015}
+FIXED_S = {"cpu": 0.0, "cuda": 0.010}
 MAX_OCTAVES_APART = 1  # of a timed length, for seconds to be compared with
 MAX_UNTIMED = 2  # drafted prompts of a length before exact prefill is timed to compare with
 MIN_OBSERVATIONS = 3  # of drafted prompts of a length, before they count: one may have run beside another program

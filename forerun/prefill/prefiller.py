@@ -78,8 +78,8 @@ class Prefiller:
         self.forecast = PrefillForecast(ctx.runner.decoder.device.type)
         warm_up(ctx.runner, self.policy.tail)
         ctx.runner.all_layers_kv.prepare()
-        self._recomputer.warm_up(profile.maps.base)
-        if ctx.runner.decoder.device.type == "cuda":
+        self._recomputer.warm_up(profile.maps.base, self.policy.spans)
+        if ctx.runner.graphs is not None:
             rehearse(self, ctx)
 
     # -- before a prompt is drafted ------------------------------------------------------------------------------------

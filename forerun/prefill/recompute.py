@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from forerun.prefill.state import PrefillState
 
 
+COPIED_BASE = 1  # K/V of layer 0 depends on no context: a copy of it is what the target would compute
+
+
 @dataclass(eq=False)
 class Rows:
     """Some tokens of one sequence, in the order of their entries, and how deep each of them goes."""
@@ -275,23 +278,24 @@ class Recomputer:
         wanted = self._policy.runs_tail and self._runner.features is None
         return there and wanted and state.tail_logits is None
 
-    def warm_up(self, base: int) -> None:
+    def warm_up(self, base: int, copied: int) -> None:
         """Let a device record passes and checks, which the first prompts would wait for; `base` as prompts will have
-        it. Needs a few free pages."""
+        it, `copied`: check spans of prompts whose K/V is copied. Needs a few free pages."""
         policy, pool = self._policy, self._runner.pool
-        entries = np.arange(policy.first + policy.spans * policy.span + policy.tail)
+        entries = np.arange(policy.first + max(policy.spans, copied) * policy.span + policy.tail)
         if not self._runner.max_recompute_rows or pool.pages_for(len(entries)) > pool.free:
             return
         self._runner.prepare_recompute()
-        starts = range(policy.first, policy.first + policy.spans * policy.span, policy.span)
+        starts = range(policy.first, policy.first + max(policy.spans, copied) * policy.span, policy.span)
         spans = [CheckSpan(start, policy.span, 0, 0) for start in starts]
         with pool.borrow(len(entries)) as pages:
-            checker = Checker(self._runner, pages, spans, base, policy.first)
-            rows = Rows(np.zeros(len(entries)), entries, pages, np.full(len(entries), len(self._runner.kv)))
-            recompute = self._ragged_pass.at_once(rows, checker.among(entries))
-            if recompute is not None:
-                checker.saw(recompute)
-                checker.scores()
+            for count, layer, whole in ((policy.spans, base, True), (copied, COPIED_BASE, False)):
+                checker = Checker(self._runner, pages, spans[:count], layer, policy.first, whole)
+                rows = Rows(np.zeros(len(entries)), entries, pages, np.full(len(entries), len(self._runner.kv)))
+                recompute = self._ragged_pass.at_once(rows, checker.among(entries))
+                if recompute is not None:
+                    checker.saw(recompute)
+                    checker.scores()
             self._runner.warmed_up()
 
     def first_check(self, state: PrefillState) -> tuple[Scores, np.ndarray]:

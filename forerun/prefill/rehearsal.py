@@ -20,21 +20,24 @@ from forerun.prefill.state import PrefillState
 if TYPE_CHECKING:
     from forerun.prefill.prefiller import Prefiller
 
-TIMED_TOKENS = 2048  # of exact prefill, for the forecast
+TIMED_TOKENS = (2048, 8192)  # of exact prefill, for the forecast, which compares lengths an octave apart
 # of the drafted prompt: it runs every kernel that longer ones run, in some 20 ms once all are compiled
 REHEARSED_TOKENS = 4096
 REHEARSED = -2  # its number, which no sequence has
+PREPARED_TOKENS = 16384  # of the longest prompts that are prepared for, two seconds for a pair: a step has no more
 
 
 def rehearse(prefiller: Prefiller, ctx: DraftContext) -> None:
     """Make the profile's source, draft a prompt of equal tokens, and let the forecast know what exact prefill takes.
     Where the pool is too small for it, requests wait."""
-    device = ctx.runner.decoder.device.type
-    draft(prefiller, ctx, min(REHEARSED_TOKENS, ctx.max_context - 1))
-    prefiller.forecast = PrefillForecast(device)
-    tokens = min(TIMED_TOKENS, ctx.max_context - 1)
-    if (seconds := exact_seconds(ctx.runner, tokens)) is not None:
-        prefiller.forecast.observe_exact(tokens, seconds)
+    most = min(PREPARED_TOKENS, ctx.max_context)
+    ctx.runner.decoder.attention.prepare_prompts(ctx.runner.kv[0], most)
+    if (state := draft(prefiller, ctx, min(REHEARSED_TOKENS, ctx.max_context - 1))) is not None:
+        state.source.prepare(prefiller.policy.shortest, most)
+    prefiller.forecast = PrefillForecast(ctx.runner.decoder.device.type)
+    for tokens in sorted({min(tokens, ctx.max_context - 1) for tokens in TIMED_TOKENS}):
+        if (seconds := exact_seconds(ctx.runner, tokens)) is not None:
+            prefiller.forecast.observe_exact(tokens, seconds)
 
 
 def draft(prefiller: Prefiller, ctx: DraftContext, tokens: int) -> PrefillState | None:

@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -39,9 +39,10 @@ from forerun.prefill.maps import KVWriter
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.recompute import RaggedDepthPass
 from forerun.prefill.sources.chunk import ChunkSource
-from forerun.prefill.sources.draft import DraftSource
-from forerun_research.studies.prefill_score import EveryPromptPays, prefiller_of
+from forerun.prefill.sources.draft import WIDE_LAYERS, DraftSource
+from forerun_research.studies.prefill_score import EveryPromptPays, PromptScorer, divergence, prefiller_of
 from forerun_research.studies.prefill_texts import StudyTexts
+from forerun_research.studies.study import Setting
 
 STAGES: dict[type, tuple[str, ...]] = {
     Prefiller: ("open", "_read", "_rank", "_plan", "_look", "_recompute", "_check", "close"),
@@ -59,6 +60,7 @@ MIN_WAIT_US = 100.0
 SHOWN_KERNELS, PRINTED_KERNELS = 30, 9
 SPECULATIVE, CHUNK = Prefill("speculative", source="draft"), Prefill("speculative", source="chunk")
 PROVISIONAL = Prefill("provisional", source="chunk", allow_exact=True)
+FOLLOWING_TOKENS = 64  # of a prompt, to judge by
 ANSWER_TOKENS = 16  # of edited prompts, to compare
 Case = tuple[list[int] | None, list[int]]  # what was asked before, if anything, and what is asked
 
@@ -196,6 +198,25 @@ def fresh_lengths(llm: LLM, cases: list[Case], count: int) -> dict[str, Any]:
     return {"fresh lengths": found}
 
 
+def judged(llm: LLM, texts: StudyTexts, length: int, args: argparse.Namespace) -> dict[str, Any]:
+    """KL to exact prefill of the tokens that follow prompts, with each window."""
+    scorer, setting = PromptScorer(llm.engine), Setting("drafted", SPECULATIVE)
+    source = prefiller_of(llm.engine).source(SPECULATIVE)
+    assert isinstance(source, DraftSource)
+    found: dict[str, list[float]] = defaultdict(list)
+    count = min(args.judged, sum(len(texts.pieces(name, length, 1)) for name in args.texts))
+    for _, ids in texts.mixed(args.texts, length, count, seed=1):
+        prompt, follow = ids[:-FOLLOWING_TOKENS], ids[-FOLLOWING_TOKENS:]
+        with scorer.hold(prompt, None, FOLLOWING_TOKENS) as held:
+            reference = held.logits(follow)
+        for window in args.read_windows:
+            source.narrow(*window)
+            with scorer.hold(prompt, setting, FOLLOWING_TOKENS) as held:
+                found[str(window)].append(round(float(divergence(reference, held.logits(follow)).mean()), 5))
+    source.narrow(*args.read_windows[0])
+    return {"kl": {window: round(fmean(own), 5) for window, own in found.items()}, "each": dict(found)}
+
+
 def staged(llm: LLM, timeline: Timeline, case: Case, prefill: Prefill, warm: int = 1) -> dict[str, Any]:
     for _ in range(warm + 1):
         prepare(llm, case)
@@ -278,8 +299,10 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--kernels", action="store_true", help="single kernels, too")
     parser.add_argument(
-        "--read-windows", type=_numbers, default=[0], help="of the draft's layers while it reads; 0: none"
-    )
+        "--read-windows", type=_windows, default=[(0, WIDE_LAYERS)],
+        help="of the draft's layers while it reads, and how many of the lowest have none: 0,2048,2048:8; 0: none",
+    )  # fmt: skip
+    parser.add_argument("--judged", type=int, default=0, help="prompts of each length: KL with each of these windows")
     parser.add_argument("--texts", type=lambda text: tuple(text.split(",")), default=("stdlib",))
     parser.add_argument("--data", type=Path)
     parser.add_argument("--device", default="cuda")
@@ -322,9 +345,9 @@ def measure(
     assert isinstance(source, DraftSource)
     for length, cases in plain.items():
         for window in args.read_windows:
-            source.narrow(window)
+            source.narrow(*window)
             keep({"tokens": length, "window": window, **timed(llm, cases, args.runs)})
-        source.narrow(args.read_windows[0])
+        source.narrow(*args.read_windows[0])
     forecast, prefiller.forecast = prefiller.forecast, EveryPromptPays(llm.decoder.device.type)
     for length, cases in edited.items():
         keep({"edited": length, **timed(llm, cases, args.edited_runs)})
@@ -332,6 +355,9 @@ def measure(
         for prefill in (PROVISIONAL,) if cases[0][0] is not None else (SPECULATIVE,):
             if not late():
                 keep({"length": length, **staged(llm, timeline, cases[0], prefill)})
+    for length in args.tokens if args.judged else ():
+        if not late():
+            keep({"tokens": length, **judged(llm, texts, length, args)})
     if args.fresh and not late():
         keep(fresh_lengths(llm, next(iter(plain.values())), args.fresh))
     for length, cases in (*edited.items(), *plain.items()):
@@ -344,6 +370,11 @@ def measure(
 
         llm.clear_cache()
         keep({"kernels alone": kernels(llm.engine.runner)})
+
+
+def _windows(text: str) -> list[tuple[int, int]]:
+    given = [part.partition(":") for part in text.split(",")]
+    return [(int(window), int(wide or WIDE_LAYERS)) for window, _, wide in given]
 
 
 def _numbers(text: str) -> list[int]:
@@ -364,7 +395,7 @@ def show(record: dict[str, Any]) -> None:
 _SHOWN = (
     *("opened", "texts", "edited", "tokens", "window", "medians", "same", "runs", "at_s", "length", "source", "ms"),
     *("first of the process", "fresh lengths", "kernels alone", "first_ms", "fell_back", "launches", "syncs", "copies"),
-    *("busy_ms", "span_ms", "recomputed", "rounds", "predicted_kl", "read_s", "recompute_s", "check_s"),
+    *("kl", "busy_ms", "span_ms", "recomputed", "rounds", "predicted_kl", "read_s", "recompute_s", "check_s"),
 )
 
 if __name__ == "__main__":

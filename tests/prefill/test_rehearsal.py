@@ -24,7 +24,7 @@ def test_a_prompt_is_drafted_and_nothing_is_kept(ctx: DraftContext):
     assert ctx.pool.free == free
     rehearse(prefiller, ctx)
     assert prefiller.forecast is not before and not prefiller.forecast._factors and not prefiller.forecast._outcomes
-    assert prefiller.forecast.exact_s(TIMED_TOKENS) is not None and ctx.pool.free == free
+    assert prefiller.forecast.exact_s(TIMED_TOKENS[0]) is not None and ctx.pool.free == free
     assert drive(prefiller, start(prefiller, ctx)).stage is PrefillStage.DONE
 
 
@@ -34,4 +34,4 @@ def test_where_there_is_no_room_nothing_runs(ctx: DraftContext):
         assert draft(prefiller, ctx, len(IDS)) is None
         assert exact_seconds(ctx.runner, len(IDS)) is None
         rehearse(prefiller, ctx)
-    assert prefiller.forecast.exact_s(TIMED_TOKENS) is None
+    assert prefiller.forecast.exact_s(TIMED_TOKENS[0]) is None

@@ -16,7 +16,7 @@ from torch import Tensor
 from forerun.core import TokenBatch
 from forerun.models.attention import AttentionBackend
 from forerun.models.config import ModelConfig
-from forerun.models.cuda.fresh import FreshPrompt
+from forerun.models.cuda.fresh import FreshPrompt, prepare, rooms
 from forerun.models.cuda.fused import rope_and_store
 from forerun.models.cuda.lanes import prompt_shape
 from forerun.models.cuda.paged import QueryPlan, paged_attention, plan_queries
@@ -45,6 +45,13 @@ class PagedAttention(AttentionBackend):
         other = super().narrowed(window, wide)
         other._block = window if other.config is not self.config else 0
         return other
+
+    def prepare_prompts(self, kv: tuple[Tensor, Tensor], most: int, least: int = 0) -> None:
+        least = least or MIN_FRESH_TOKENS  # of prompts that the model's own answers start from
+        if most >= least and not self.batch_invariant:
+            prepare(
+                (self.config.num_heads, *kv[0].shape[1:]), self.config.scale, kv[0], rooms(least, most), self._block
+            )
 
     def plan(self, batch: TokenBatch) -> None:
         if batch.host is not None and batch.host.prompt:

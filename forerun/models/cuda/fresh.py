@@ -2,10 +2,10 @@
 how far back they may see.
 
 Torch runs cuDNN there, the fastest kernel on Hopper, with two limits. It knows no causal mask but the one that begins
-at the first key: entries that have K/V already get rows of their own that mean nothing. And it builds a kernel for every
-number of rows it meets, which takes the host 40 ms (H200), in each thread anew: rows come in few numbers (`room_for`),
-and `prepare` builds them when a model is opened. `blocks` is for drafts: a token sees its own block and the one before.
-Knows slots; neither models nor requests.
+at the first key: entries that have K/V already get rows of their own that mean nothing. And it builds a kernel for
+every number of rows it meets, which takes the host 40 ms (H200), in each thread anew: rows come in few numbers
+(`room_for`), and `prepare` builds them when a model is opened. `blocks` is for drafts: a token sees its own block and
+the one before. Knows slots; neither models nor requests.
 """
 
 from __future__ import annotations
@@ -128,8 +128,13 @@ def _with_sums(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -
 
 
 @torch.inference_mode()
-def prepare(heads: int, kv_heads: int, dim: int, scale: float, like: Tensor, least: int, most: int) -> None:
-    """Have cuDNN build what prompts of these lengths need in this thread; `like`: of the dtype and device."""
-    for rows in rooms(least, most):
-        q, k = (like.new_zeros(rows, count, dim) for count in (heads, kv_heads))
+def prepare(heads: tuple[int, int, int], scale: float, like: Tensor, rows: list[int], block: int = 0) -> None:
+    """Have cuDNN build what prompts of so many rows need in this thread. `heads`: of queries, of K/V, and their size;
+    `like`: of the dtype and device."""
+    many, few, dim = heads
+    for count in rows:
+        q, k = (like.new_zeros(count, n, dim) for n in (many, few))
         causal(q, k, k, scale)
+    for count in range(1, 2 * BLOCK_BATCHES[0] + 1 if block else 1):
+        q, k = (like.new_zeros(count * block, n, dim) for n in (many, few))
+        blocks(q, k, k, scale, block)

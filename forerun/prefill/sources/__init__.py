@@ -41,6 +41,9 @@ class KVSource(ABC):
     def cost(self, tokens: int) -> float:
         """Work of reading so many tokens, maps included, in tokens of the target's own prefill."""
 
+    def prepare(self, least: int, most: int) -> None:  # noqa: B027 (optional)
+        """Have a device build what prompts of these lengths will run."""
+
     def finish(self, state: PrefillState) -> None:  # noqa: B027 (optional)
         """The prompt is done or cancelled: release what is held for it."""
 

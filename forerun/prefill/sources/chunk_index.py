@@ -22,6 +22,7 @@ STRIDE_TOKENS = 16  # an indexed text has one window at every multiple of this
 MIN_SPAN_TOKENS = 64  # shorter spans are not worth reusing: their K/V depends mostly on what came before them
 SINK_TOKENS = 4  # first entries of a text: attention sinks, whose K/V must not be copied to later positions
 MAX_PLACES_PER_WINDOW = 4
+HASHED_TOKENS = 256  # windows of a prompt that are hashed at once
 MAX_STORED_TOKENS = 1 << 20  # of texts that only tiers hold
 _BASE = 0x9E3779B97F4A7C15
 
@@ -142,12 +143,15 @@ class ChunkIndex:
     def find(self, tokens: Sequence[int], start: int, end: int) -> list[ChunkMatch]:
         """Spans of tokens[start:end] that are indexed, in order; of several places the longest span."""
         new = np.array(tokens[:end], dtype=np.int64)
-        keys = _hashes(new).tolist()
         found: list[ChunkMatch] = []
         at = covered = start
-        while at < len(keys):
+        last = len(new) - WINDOW_TOKENS  # where the last window begins
+        hashed, keys = 0, list[int]()  # of the windows from `hashed` on: not of all, as most lie in a span
+        while at <= last:
+            if not hashed <= at < hashed + len(keys):
+                hashed, keys = at, _hashes(new[at : at + HASHED_TOKENS + WINDOW_TOKENS - 1]).tolist()
             best: tuple[int, int, IndexedText | None, int] = (0, 0, None, 0)  # count, start, text, offset in it
-            for text, offset in reversed(self._places.get(keys[at], ())):
+            for text, offset in reversed(self._places.get(keys[at - hashed], ())):
                 back, count = _extend(new, at, covered, text, offset)
                 best = max(best, (count, at - back, text, offset - back), key=lambda b: b[0])
             count, first, chosen, offset = best

@@ -63,11 +63,14 @@ class DraftSource(KVSource):
         self.narrow(self.window)
         self.max_tokens = min(ctx.max_context, ctx.draft.decoder.config.max_context)
 
-    def narrow(self, window: int) -> None:
-        """From now on long prompts are read with this window."""
+    def narrow(self, window: int, wide: int = WIDE_LAYERS) -> None:
+        """From now on long prompts are read with this window, but in so many of the lowest layers."""
         reader, self.window = self._reader, window
-        seen = reader.attention.narrowed(window, WIDE_LAYERS) if window else reader.attention
-        self._narrow_pass = RaggedDepthPass(self._runner, replace(reader, attention=seen))
+        self._seen = reader.attention.narrowed(window, wide) if window else reader.attention
+        self._narrow_pass = RaggedDepthPass(self._runner, replace(reader, attention=self._seen))
+
+    def prepare(self, least: int, most: int) -> None:
+        self._seen.prepare_prompts(self._runner.kv[0], most, least)
 
     def cost(self, tokens: int) -> float:
         return self._cost * tokens

@@ -29,6 +29,9 @@ class SelfDraftSource(KVSource):
     def cost(self, tokens: int) -> float:
         return self._cost * tokens
 
+    def prepare(self, least: int, most: int) -> None:
+        self._runner.decoder.attention.prepare_prompts(self._runner.kv[0], most, least)
+
     def open(self, state: PrefillState) -> None:
         """Reads entries with drafted K/V too: recomputing them starts from inputs of layer `base`."""
         decoder = self._runner.decoder

@@ -106,6 +106,24 @@ def test_a_draft_that_is_narrowed_reads_in_blocks(monkeypatch):
     assert (apart[: 2 * window] < 1e-5).all() and (apart[2 * window :] > 1e-5).all()
 
 
+def test_what_prompts_will_run_is_prepared(monkeypatch):
+    """Every number of rows that whole prompts come in, and every number of blocks of a call."""
+    backend, kv, ran = PagedAttention(CONFIG, DEVICE, 512), cache(), []
+    monkeypatch.setattr(fresh, "causal", lambda q, k, v, scale: ran.append((len(q), len(k), scale)))
+    backend.prepare_prompts(kv, 700, 300)
+    assert [rows for rows, _, _ in ran] == [512, 768] and all(rows == keys for rows, keys, _ in ran)
+    backend.prepare_prompts(kv, 700)  # shorter ones do not come here
+    assert len(ran) == 2
+    calls = set()
+    way = fresh._with_sums
+    monkeypatch.setattr(fresh, "_with_sums", lambda q, *given: calls.add((len(q), given[-1])) or way(q, *given))
+    backend.narrowed(16, 1).prepare_prompts(kv, 700, 300)  # this model has one layer, which sees all
+    prepared = set(calls)
+    for count in range(1, 20):
+        blocks(*(torch.zeros(16 * count, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)), 0.3, 16)
+    assert calls == prepared and len(calls) == 8
+
+
 @pytest.mark.parametrize("lanes", [1, 4])
 def test_scattered_rows_in_lanes(lanes):
     """Blocks that all rows of a tile see are read without a mask."""
