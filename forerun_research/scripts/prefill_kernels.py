@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.models.cuda.fresh import blocks
 from forerun.models.cuda.lanes import Shape
 from forerun.models.cuda.paged import QueryPlan, paged_attention
 from forerun.models.decoder import AllLayersKV
@@ -74,24 +75,6 @@ def flash(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return out[0]
 
 
-def cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """[B, H, T, D] -> the same, and the log-sum-exp of each row."""
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False)
-    return found[0], found[1]
-
-
-def blocks(q: Tensor, k: Tensor, v: Tensor, size: int) -> Tensor:
-    """Each block of `size` tokens sees itself and the block before: two calls of the fastest kernel, joined by their
-    sums."""
-    count, (heads, dim) = q.shape[0] // size, q.shape[1:]
-    qs, ks, vs = (x[: count * size].view(count, size, -1, dim).transpose(1, 2) for x in (q, k, v))
-    out, sums = cudnn(qs, ks, vs, True)
-    far, far_sums = cudnn(qs[1:], ks[:-1], vs[:-1], False)
-    share = torch.sigmoid(far_sums - sums[1:]).view(count - 1, heads, size, 1).to(out.dtype)
-    out[1:].lerp_(far, share)
-    return out.transpose(1, 2).reshape(count * size, heads, dim)
-
-
 def windowed(q: Tensor, k: Tensor, v: Tensor, size: int) -> Tensor:
     """What `blocks` has to be, in float32."""
     entry = torch.arange(len(q), device=q.device)
@@ -128,11 +111,11 @@ def reading() -> dict[str, Any]:
         for window in (2048, 4096):
             own[f"flash 2, window {window}"] = device_ms(partial(flash, *given, window))
         for size in BLOCKS:
-            own[f"blocks {size}"] = device_ms(partial(blocks, *given, size))
+            own[f"blocks {size}"] = device_ms(partial(blocks, *given, DRAFT[2] ** -0.5, size))
         found[str(tokens)] = own
     given = random_qkv(2048, DRAFT)
     want = windowed(*given, 512)
-    found["blocks apart"] = round(float((blocks(*given, 512).float() - want).norm() / want.norm()), 5)
+    found["blocks apart"] = round(float((blocks(*given, DRAFT[2] ** -0.5, 512).float() - want).norm() / want.norm()), 5)
     return found
 
 

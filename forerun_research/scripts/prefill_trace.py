@@ -60,6 +60,7 @@ MIN_WAIT_US = 100.0
 SHOWN_KERNELS, PRINTED_KERNELS = 30, 9
 SPECULATIVE, CHUNK = Prefill("speculative", source="draft"), Prefill("speculative", source="chunk")
 PROVISIONAL = Prefill("provisional", source="chunk", allow_exact=True)
+HEADER, HEADER_TOKENS = "You are given a file of a project, and answer questions about what it does and how.\n", 56
 FOLLOWING_TOKENS = 64  # of a prompt, to judge by
 ANSWER_TOKENS = 16  # of edited prompts, to compare
 Case = tuple[list[int] | None, list[int]]  # what was asked before, if anything, and what is asked
@@ -159,12 +160,14 @@ def timed(llm: LLM, cases: list[Case], runs: int) -> dict[str, Any]:
     ways = {"exact": Prefill(), "drafted": PROVISIONAL if edited else SPECULATIVE}
     names = {"exact": "prefix caching"} if edited else {}
     found: dict[str, list[float]] = defaultdict(list)
-    same, last = 0, dict[str, Any]()
+    same, same_cold, last = 0, 0, dict[str, Any]()
     for run in range(runs):
         case, answers = cases[run % len(cases)], {}
         if edited:
             prepare(llm, (None, case[1]))
-            found["exact"].append(first_token(llm, case, Prefill())["ms"])
+            last = first_token(llm, case, Prefill(), ANSWER_TOKENS)
+            answers["from nothing"] = last["ids"]
+            found["exact"].append(last["ms"])
         for way, prefill in ways.items():
             prepare(llm, case)
             last = first_token(llm, case, prefill, ANSWER_TOKENS if edited else 1)
@@ -177,9 +180,17 @@ def timed(llm: LLM, cases: list[Case], runs: int) -> dict[str, Any]:
             if last.get("fell_back"):
                 found["fell back"].append(run)
         same += answers["exact"] == answers["drafted"]
+        same_cold += answers["drafted"] == answers.get("from nothing")
     llm.clear_cache()
     medians = {way: round(median(own[1:] or own), 2) for way, own in found.items()}
-    return {"medians": medians, "same": same, "runs": runs, "ms": dict(found), "last": last}
+    return {
+        "medians": medians,
+        "same": same,
+        "same as from nothing": same_cold,
+        "runs": runs,
+        "ms": dict(found),
+        "last": last,
+    }
 
 
 def fresh_lengths(llm: LLM, cases: list[Case], count: int) -> dict[str, Any]:
@@ -275,12 +286,12 @@ def plain_cases(texts: StudyTexts, length: int, names: tuple[str, ...]) -> list[
 
 
 def edited_cases(llm: LLM, texts: StudyTexts, length: int, names: tuple[str, ...]) -> list[Case]:
-    """The same with a first line before them that changes."""
+    """The same with a line before them that changes, behind one that stays: a page is shared."""
     assert llm.tokenizer is not None
     cases: list[Case] = []
-    for number, (_, ids) in enumerate(plain_cases(texts, length - 32, names)):
+    for number, (_, ids) in enumerate(plain_cases(texts, length - HEADER_TOKENS, names)):
         old, new = (
-            llm.tokenizer.encode(f"Turn {n} at 09:{n % 60:02}, checksum {97 * n + 13:05}.\n")
+            llm.tokenizer.encode(f"{HEADER}Turn {n} at 09:{n % 60:02}, checksum {97 * n + 13:05}.\n")
             for n in (number, number + 31)
         )
         cases.append(([*old, *ids], [*new, *ids]))
@@ -393,7 +404,21 @@ def show(record: dict[str, Any]) -> None:
 
 
 _SHOWN = (
-    *("opened", "texts", "edited", "tokens", "window", "medians", "same", "runs", "at_s", "length", "source", "ms"),
+    *(
+        "opened",
+        "texts",
+        "edited",
+        "tokens",
+        "window",
+        "medians",
+        "same",
+        "same as from nothing",
+        "runs",
+        "at_s",
+        "length",
+        "source",
+        "ms",
+    ),
     *("first of the process", "fresh lengths", "kernels alone", "first_ms", "fell_back", "launches", "syncs", "copies"),
     *("kl", "busy_ms", "span_ms", "recomputed", "rounds", "predicted_kl", "read_s", "recompute_s", "check_s"),
 )

@@ -15,14 +15,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from forerun.core import TokenBatch
+from forerun.models.cuda.launch import cdiv, launch, next_power_of_2, options, wait_for_previous
 
 # Of a prompt's entries, up to which those that have K/V already get rows, too: a sixteenth more pairs at the most, for
 # 0.6 of the paged kernel's time a pair (docs/log.md)
 MAX_KNOWN_SHARE = 0.25
 MIN_STEP = 256  # rows between two numbers of them; beyond 4,096 there are eight numbers to an octave
+JOINED_ROWS = 64  # rows, of one head each, that a program joins
 BLOCK_BATCHES = (4, 3, 2, 1)  # blocks of one call: as many are one kernel, however long a prompt is
 
 
@@ -68,8 +72,8 @@ class FreshPrompt:
 
     def attend(self, q: Tensor, kv: tuple[Tensor, Tensor], scale: float, block: int = 0) -> Tensor:
         """[T, Hq, D], of queries in their `room`; `block`: no further back than the block of so many rows before."""
-        rows = (self._whole(q), *(self._read(cache) for cache in kv))
-        out = blocks(*rows, scale, block) if block else causal(*rows, scale)
+        rows, keys, values = self._whole(q), self._read(kv[0]), self._read(kv[1])
+        out = blocks(rows, keys, values, scale, block) if block else causal(rows, keys, values, scale)
         return out[self.first : self.first + q.shape[0]]
 
     def _whole(self, q: Tensor) -> Tensor:
@@ -105,11 +109,45 @@ def blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, size: int) -> Tensor:
         if hi - lo > first:
             before = slice(lo - 1 + first, hi - 1)
             far, far_sums = _with_sums(rows[first:], parts[1][before], parts[2][before], scale, False)
-            share = torch.sigmoid(far_sums - own_sums[first:]).to(own.dtype)
-            torch.lerp(own[first:], far, share.view(*share.shape[:3], 1), out=to[first:])
+            join(own[first:], far, own_sums[first:], far_sums, to[first:])
         to[:first].copy_(own[:first])
         lo = hi
     return out
+
+
+@triton.jit(do_not_specialize=["rows", "count"])
+def _join(
+    own, far, own_sums, far_sums, out, rows, count,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of [B, count, HEADS, D]; sums are [B, HEADS, count]."""
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    there = row < rows
+    ok = there[:, None] & (d < D)[None, :]
+    token = row // HEADS
+    at = (token // count * HEADS + row % HEADS) * count + token % count
+    apart = tl.load(far_sums + at, mask=there, other=0.0) - tl.load(own_sums + at, mask=there, other=0.0)
+    share = 1.0 / (1.0 + tl.exp(-apart))
+    cells = row[:, None] * D + d[None, :]
+    near = tl.load(own + cells, mask=ok, other=0.0).to(tl.float32)
+    distant = tl.load(far + cells, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + cells, (near + (distant - near) * share[:, None]).to(out.dtype.element_ty), mask=ok)
+
+
+def join(own: Tensor, far: Tensor, own_sums: Tensor, far_sums: Tensor, out: Tensor) -> None:
+    """Attention over two sets of keys as over both, [B, H, T, D] each, into `out`; sums are [B, H, T] or [B, H, T, 1]."""
+    batch, heads, count, dim = own.shape
+    own, far, into = (x.transpose(1, 2) for x in (own, far, out))  # [B, T, H, D], as queries lie
+    own, far = own.contiguous(), far.contiguous()
+    assert into.is_contiguous() and own_sums.is_contiguous() and far_sums.is_contiguous()
+    rows = batch * count * heads
+    launch(
+        _join, (cdiv(rows, JOINED_ROWS),),
+        own, far, own_sums, far_sums, into, rows, count, HEADS=heads, D=dim, DP=next_power_of_2(dim), ROWS=JOINED_ROWS,
+        **options(4),
+    )  # fmt: skip
 
 
 def _with_sums(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
