@@ -137,7 +137,7 @@ def _join(
 
 
 def join(own: Tensor, far: Tensor, own_sums: Tensor, far_sums: Tensor, out: Tensor) -> None:
-    """Attention over two sets of keys as over both, [B, H, T, D] each, into `out`; sums are [B, H, T] or [B, H, T, 1]."""
+    """Attention over two sets of keys, [B, H, T, D] each, as over both, into `out`. Sums are [B, H, T, 1], or flat."""
     batch, heads, count, dim = own.shape
     own, far, into = (x.transpose(1, 2) for x in (own, far, out))  # [B, T, H, D], as queries lie
     own, far = own.contiguous(), far.contiguous()
