@@ -91,9 +91,10 @@ class PagedAttention(AttentionBackend):
 
     def attend(self, q: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> Tensor:
         batch, window, fresh = self._batch, self.config.windows[layer], self._fresh
-        if fresh is not None and (self._block or window is None or batch.seq_lens[0] <= window):
-            block = 0 if window is None or batch.seq_lens[0] <= window else self._block
-            return fresh.attend(q, kv, self.config.scale, block).reshape(q.shape[0], -1)
+        seen = window or batch.seq_lens[0]  # entries back; by two blocks twice as many
+        whole = batch.seq_lens[0] <= (2 * seen if self._block else seen)
+        if fresh is not None and (whole or self._block):
+            return fresh.attend(q, kv, self.config.scale, 0 if whole else self._block).reshape(q.shape[0], -1)
         out = paged_attention(
             q,
             kv[0],
