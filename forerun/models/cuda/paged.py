@@ -119,7 +119,7 @@ def _attend(
         total = tl.load(part_ml + cell * 2 + 1, mask=begun, other=0.0)
         acc = tl.load(part + cell[:, None] * D + d[None, :], mask=begun[:, None] & d_ok[None, :], other=0.0)
     table = block_tables + s * table_stride
-    if UNMASKED:  # blocks that every row sees whole need no mask; the same bits, in less time
+    if UNMASKED:  # blocks that every row sees whole need no mask; the same bits, in less time. Not lanes of few tokens
         block_whole = tl.min(tl.where(real, limit, high), axis=0) // KEYS
         for block in range(block_first, block_whole, LANES):
             entry = block * KEYS + tl.arange(0, KEYS)
@@ -222,10 +222,8 @@ def paged_attention(
             groups.blocks if groups is not None else None, out, *(parts or (None, None)), scale * LOG2_E,
             block_tables.stride(0), block_tables.stride(1), width, launched, 1 if few else least,
             GROUP=heads // kv_heads, KV_HEADS=kv_heads, D=dim, DP=max(16, next_power_of_2(dim)), PAGE=page_size,
-            ROWS=shape.rows, KEYS=shape.keys, LANES=lanes, WINDOW=window or 0,
-            WIDTH=next_power_of_2(width) if width else 0, MOST=MAX_DECODE_TOKENS if few else 1 << 30,
-            TILES_AT=int(by_tile), SHARED=groups is not None,
-            # where few tokens decode, most blocks are the last ones of their lanes: a second loop would cost more
+            ROWS=shape.rows, KEYS=shape.keys, LANES=lanes, WINDOW=window or 0, WIDTH=next_power_of_2(width),
+            MOST=MAX_DECODE_TOKENS if few else 1 << 30, TILES_AT=int(by_tile), SHARED=groups is not None,
             UNMASKED=not window and (lanes == 1 or not few), **options(shape.warps, shape.stages),
         )  # fmt: skip
         if parts is not None and few:
