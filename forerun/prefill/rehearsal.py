@@ -8,7 +8,10 @@ nothing is learnt from the drafted prompt.
 from __future__ import annotations
 
 from array import array
+from contextlib import suppress
 from typing import TYPE_CHECKING
+
+import torch
 
 from forerun.decode.draft_context import DraftContext
 from forerun.models.execution.runner import Runner, Span
@@ -32,12 +35,14 @@ def rehearse(prefiller: Prefiller, ctx: DraftContext) -> None:
     Where the pool is too small for it, requests wait."""
     most = min(PREPARED_TOKENS, ctx.max_context)
     ctx.runner.decoder.attention.prepare_prompts(ctx.runner.kv[0], most)
-    if (state := draft(prefiller, ctx, min(REHEARSED_TOKENS, ctx.max_context - 1))) is not None:
-        state.source.prepare(prefiller.policy.shortest, most)
+    with suppress(torch.OutOfMemoryError):  # requests that long will say so, if there are any
+        if (state := draft(prefiller, ctx, min(REHEARSED_TOKENS, ctx.max_context - 1))) is not None:
+            state.source.prepare(prefiller.policy.shortest, most)
     prefiller.forecast = PrefillForecast(ctx.runner.decoder.device.type)
     for tokens in sorted({min(tokens, ctx.max_context - 1) for tokens in TIMED_TOKENS}):
-        if (seconds := exact_seconds(ctx.runner, tokens)) is not None:
-            prefiller.forecast.observe_exact(tokens, seconds)
+        with suppress(torch.OutOfMemoryError):
+            if (seconds := exact_seconds(ctx.runner, tokens)) is not None:
+                prefiller.forecast.observe_exact(tokens, seconds)
 
 
 def draft(prefiller: Prefiller, ctx: DraftContext, tokens: int) -> PrefillState | None:
