@@ -83,12 +83,20 @@ class Scores:
 
     def means(self) -> dict[str, list[float]]:
         """Per signal the mean over spans, layer by layer."""
-        return {signal: np.nan_to_num(values.mean(1)).round(5).tolist() for signal, values in self.values.items()}
+        found = np.nan_to_num(self._stacked.mean(2)).round(5).tolist()
+        return dict(zip(self.values, found, strict=True))
 
     def of_spans(self) -> list[dict[str, float]]:
         """Per signal the mean over the drafted layers, span by span."""
-        means = {s: np.nan_to_num(values[self.base :].T.copy().mean(1)).tolist() for s, values in self.values.items()}
-        return [{s: round(of[i], 5) for s, of in means.items()} for i in range(len(means["key"]))]
+        means = np.nan_to_num(
+            self._stacked[:, self.base :].transpose(2, 0, 1).copy().mean(2)
+        ).tolist()  # [spans][signals]
+        return [{s: round(mean, 5) for s, mean in zip(self.values, own, strict=True)} for own in means]
+
+    @property
+    def _stacked(self) -> np.ndarray:
+        """[signals, layers, spans]: one array, as a first token waits for each call of numpy."""
+        return np.stack(list(self.values.values()))
 
     def write(self, report: PrefillReport, spans: list[CheckSpan], passed: np.ndarray) -> None:
         """Means per layer are of the first round, when all that was drafted is compared."""

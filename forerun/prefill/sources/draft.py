@@ -37,8 +37,9 @@ class DraftSource(KVSource):
     name = "draft"
     # whether prompts may be read in float8 or with attention in bfloat16, where the device can: the result is a draft
     float8 = True
-    # entries that layers above the lowest two see back while they read a prompt longer than that; 0: all. 2,048 saves
-    # 9.5 of 65 ms at 16,384 tokens (H200, the pair) and takes KL from 0.027 to 0.041, so that only studies set it
+    # entries that layers above the lowest two see back at least while they read a prompt longer than that; 0: all.
+    # 2,048 saved 9.5 of 65 ms at 16,384 tokens (H200, the pair) and took KL from 0.027 to 0.041, so that only studies
+    # set it. Since then a GPU reads in blocks, which see up to twice as far back: not judged yet
     window = 0
 
     def __init__(self, ctx: DraftContext, profile: Profile) -> None:
