@@ -23,7 +23,7 @@ from rich.table import Table
 
 from forerun.errors import BadRequest, ForerunError
 from forerun_research.bench import common
-from forerun_research.bench.load_costs import measured_costs
+from forerun_research.bench.load_costs import Probes, measured_costs, probed, solved_together
 from forerun_research.bench.load_replay import replay
 from forerun_research.bench.load_replica import ReplicaCosts
 from forerun_research.bench.load_served import served_beside
@@ -164,9 +164,8 @@ def run_simulation(
         texts = _texts(llm.encode)
         turns = {name: turn_tokens(trace, texts, llm.encode) for name, trace in traces.items()}
         alone = None if cores else asyncio.run(measured_costs(LibraryTarget(llm, speculation="off"), texts))
-    costs = (
-        {1: alone} if alone is not None else {n: _beside(setup, n, threads) for n in together(counts, cores, threads)}
-    )
+    beside = [] if alone is not None else together(counts, cores, threads)
+    costs = {1: alone} if alone is not None else solved_together({n: _beside(setup, n, threads) for n in beside})
     result: dict[str, Any] = {"bench": "load simulation", "model": setup.model, "url": None}
     result["costs"] = {count: asdict(own) for count, own in costs.items()}
     result |= {"price_per_hour": setup.price_per_hour, "runs": {}}
@@ -187,9 +186,9 @@ def together(counts: Sequence[int], cores: float | None, threads: int) -> list[i
     return found
 
 
-def _beside(setup: LoadSetup, processes: int, threads: int) -> ReplicaCosts:
+def _beside(setup: LoadSetup, processes: int, threads: int) -> Probes:
     with served_beside(setup.model, processes, threads) as target:
-        return asyncio.run(measured_costs(target, TraceTexts(), processes))
+        return asyncio.run(probed(target, TraceTexts(), processes))
 
 
 def measure(setup: LoadSetup, trace: list[TraceRequest]) -> dict[str, Any]:

@@ -6,13 +6,14 @@ A question after a rest costs more by reading K/V that no cache holds any more. 
 of the same replica, more than the simulation says, is the cost of taking it in beside steps. By how much the gaps of
 one answer differ, steps do. All that lies between a client and the engine is part of it. Replicas that share a machine
 take cores, memory's bandwidth and the front's time from each other: their costs are measured with all of them asked at
-once, each about a document of its own, which keeps its questions there. Knows no trace that is simulated later.
+once, each about a document of its own, which keeps its questions there; then with half of them answering while the
+others compute a prompt, since these are not slowed alike. Knows no trace that is simulated later.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from statistics import mean, median
@@ -21,8 +22,8 @@ import numpy as np
 
 from forerun.errors import ForerunError
 from forerun_research.bench.load_replay import replay
-from forerun_research.bench.load_replica import MAX_PIECE_TOKENS, NEAR_TOKENS, RESTED_S, ReplicaCosts
-from forerun_research.bench.load_simulation import SimulatedSetup, simulate
+from forerun_research.bench.load_replica import MAX_PIECE_TOKENS, NEAR_TOKENS, RESTED_S, ReplicaCosts, StepParts
+from forerun_research.bench.load_simulation import SharedCosts, SimulatedSetup, simulate
 from forerun_research.bench.load_targets import LoadTarget, ReplayedAnswer
 from forerun_research.bench.load_trace import TraceRequest, TraceTexts
 
@@ -35,11 +36,15 @@ TRIES = 3
 SPREAD = 20  # values that stand for all of what steps took
 QUESTIONS = 4  # beside an answer
 INTAKE_FACTORS = tuple(1.0 + i / 5 for i in range(16))
+GROWN = WHOLE + 600  # a document that grows while other replicas answer: two pieces of a prompt
+STREAMING_S = 0.5  # after which an answer has begun
+SHARES = tuple(i / 20 for i in range(41))
 LATER_S = 1000.0  # than a document is known
 APART_S = 0.005  # between requests that are sent together: the front counts one before it sends the next
 
 Round = list[ReplayedAnswer]  # of requests that were sent together, as many to each replica
 Line = tuple[tuple[float, ...], float]  # parts of a step or of a first token; seconds
+_Beside = tuple[int, int, ReplayedAnswer]  # replicas that did the same, replicas that did the other, what was timed
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Probes:
     attending: list[Round]  # about whole documents, ROWS at a replica
     rested: list[Round]  # as in `middle`, each after a rest
     beside: list[Round]  # at each replica an answer, and QUESTIONS about its document meanwhile: those of all come last
+    mixed: list[Round]  # some replicas answer, the others compute what a document grew by: those come last
 
     def with_later(self, later: Probes) -> Probes:
         """These and those of another time: machines change in minutes."""
@@ -102,11 +108,68 @@ async def probed(target: LoadTarget, texts: TraceTexts, busy: int = 1, time: int
     two = [await ask([*each] * 2, ANSWER_TOKENS, BRIEF) for _ in range(TRIES)]
     many, attending = [await ask([*each] * ROWS, ROW_TOKENS, length) for length in (BRIEF, WHOLE)]
     brief += [await ask(each, ANSWER_TOKENS, BRIEF) for _ in range(TRIES)]  # again: machines change in a minute
-    return Probes(busy, brief, longer, middle, warm, two, [many], [attending], rested, [beside])
+    halves = [(each[: busy // 2], each[busy // 2 :])] if busy > 1 else []
+    mixed = []
+    for answering, growing in [*halves, *(own[::-1] for own in halves)]:
+        grown = requests(growing, 2, GROWN, STREAMING_S)
+        mixed.append(await answered(requests(answering, 2 * ROW_TOKENS, WHOLE) + grown))
+    return Probes(busy, brief, longer, middle, warm, two, [many], [attending], rested, [beside], mixed)
+
+
+def solved_together(probes: Mapping[int, Probes]) -> dict[int, ReplicaCosts]:
+    """What a step and its parts cost, by the number of replicas on one machine that compute at the same time."""
+    found: dict[int, ReplicaCosts] = {}
+    for count, own in sorted(probes.items()):
+        found[count] = solved(own)
+        if own.mixed:
+            found[count] = _with_shares(SharedCosts(found), own)
+    return found
+
+
+def _with_shares(costs: SharedCosts, probes: Probes) -> ReplicaCosts:
+    """With how many replicas that decode one counts for that computes a prompt, and the other way round: so many that
+    the answers, and the prompts beside them, would have taken what they did."""
+    answers, prompts, gaps = list[_Beside](), list[_Beside](), 0.0
+    for own in probes.mixed:
+        grown = [answer for answer in own if len(answer.token_times) == 2]
+        streams = [answer for answer in own if answer not in grown]
+        begin, end = max(answer.sent for answer in grown), min(answer.token_times[0] for answer in grown)
+        for answer in streams:
+            beside = [gap for at, gap in zip(answer.token_times, answer.gaps_s, strict=False) if begin < at < end - gap]
+            if beside:
+                answers.append((len(streams), len(grown), answer))
+                gaps += mean(beside)
+        prompts += [(len(grown), len(streams), answer) for answer in grown]
+
+    def share(seconds: float, beside: list[_Beside], of: Callable[[ReplayedAnswer, ReplicaCosts], float]) -> float:
+        def expected_s(share: float) -> float:
+            return sum(of(answer, costs.of(alike + share * others)) for alike, others, answer in beside)
+
+        return next((share for share in SHARES if expected_s(share) >= seconds), SHARES[-1])
+
+    firsts = sum(answer.first_s for *_, answer in prompts)
+    return replace(
+        costs.of(probes.busy),
+        prompts_beside_answers=share(gaps, answers, _step_s),
+        answers_beside_prompts=share(firsts, prompts, _first_s),
+    )
+
+
+def _step_s(answer: ReplayedAnswer, costs: ReplicaCosts) -> float:
+    """Of a step of this answer alone, halfway."""
+    context = answer.prompt_tokens + len(answer.token_times) // 2
+    far = max(0, context - NEAR_TOKENS)
+    return StepParts(rows=1, contexts=context, near=context - far, far=far).seconds(costs)
+
+
+def _first_s(answer: ReplayedAnswer, costs: ReplicaCosts) -> float:
+    parts, pieces_s = _prompt_parts(answer.prompt_tokens, answer.cached_tokens, costs)
+    each = (costs.request_s, costs.encode_s, costs.prompt_token_s, costs.attention_s)
+    return pieces_s + sum(part * cost for part, cost in zip(parts, each, strict=True))
 
 
 def solved(probes: Probes) -> ReplicaCosts:
-    """What a step and its parts cost, from what took how long."""
+    """The same of one number of replicas, as if all did the same."""
     alone = (probes.brief, probes.middle, probes.warm)
     together = ((2, probes.two), (ROWS, probes.many), (ROWS, probes.attending))
     steps = [_answers_step(1, own) for own in alone]
@@ -181,10 +244,16 @@ def _first_token(rounds: list[Round], costs: ReplicaCosts) -> Line:
     """Of prompts alone at their replicas, without the steps that their pieces are and the K/V that those read."""
     answers = [a for own in rounds for a in own]
     prompt, cached = (mean(getattr(a, name) for a in answers) for name in ("prompt_tokens", "cached_tokens"))
+    parts, pieces_s = _prompt_parts(prompt, cached, costs)
+    return parts, median(a.first_s for a in answers) - pieces_s
+
+
+def _prompt_parts(prompt: float, cached: float, costs: ReplicaCosts) -> Line:
+    """What a prompt is for a replica that computes nothing else, and seconds of the steps that its pieces are."""
     new = prompt - cached
     before = [cached + i * MAX_PIECE_TOKENS for i in range(math.ceil(new / MAX_PIECE_TOKENS))]
     pieces_s = sum(costs.step_s + costs.several_s + costs.reading_s(tokens) for tokens in before)
-    return (1.0, prompt, new, new * (cached + new / 2)), median(a.first_s for a in answers) - pieces_s
+    return (1.0, prompt, new, new * (cached + new / 2)), pieces_s
 
 
 def _least_squares(found: Sequence[Line]) -> list[float]:

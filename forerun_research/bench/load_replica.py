@@ -32,6 +32,7 @@ TIMED_ROWS = 16  # answers from whose steps the pacer starts
 LEAST_SHARE = 0.5  # of what such steps take on average: none takes less
 NEAR_TOKENS = 832  # of a text: reading K/V of what lies beyond them may cost more, as caches do not hold it
 RESTED_S = 1.0  # without a step: after so long nothing of K/V is in caches
+FACTORS = ("intake_factor", "prompts_beside_answers", "answers_beside_prompts")  # of a replica's costs, in no unit
 FIRST_NUMBER = 1 << 24  # of made-up tokens: no vocabulary is as large
 
 
@@ -53,6 +54,10 @@ class ReplicaCosts:
     cold_attention_s: float = 0.0  # the same, in addition, for those that were not read for a while
     # How much longer steps take while a request is taken in, and that beside steps: both are Python of one process
     intake_factor: float = 1.0
+    # Replicas on one machine: as how many that do the same as a replica one counts that does the other, for one that
+    # only decodes and for one that computes a prompt
+    prompts_beside_answers: float = 1.0
+    answers_beside_prompts: float = 1.0
     spread: tuple[float, ...] = (0.0,)  # by which steps differ from their mean, long ones by no more than short ones
 
     def toward(self, other: ReplicaCosts, share: float) -> ReplicaCosts:
@@ -62,13 +67,13 @@ class ReplicaCosts:
             own, their = getattr(self, name), getattr(other, name)
             return max(0.0, own + share * (their - own))
 
-        values: dict[str, Any] = {name: between(name) for name in (*self._seconds(), "intake_factor")}
+        values: dict[str, Any] = {name: between(name) for name in (*self._seconds(), *FACTORS)}
         return ReplicaCosts(**values, spread=self.spread if share < 0.5 else other.spread)
 
     def scaled(self, factor: float) -> ReplicaCosts:
         """Of a machine that is so many times slower."""
         values: dict[str, Any] = {name: factor * getattr(self, name) for name in self._seconds()}
-        values["intake_factor"] = self.intake_factor
+        values |= {name: getattr(self, name) for name in FACTORS}
         return ReplicaCosts(**values, spread=tuple(factor * seconds for seconds in self.spread))
 
     def reading_s(self, tokens: float) -> float:
@@ -181,7 +186,9 @@ class SimulatedReplica:
 
     @property
     def has_prompts(self) -> bool:
-        return bool(self._scheduler.waiting) or any(seq.phase is not Phase.DECODING for seq in self._scheduler.running)
+        """Whether it computes one, or will in its next step."""
+        waits = self._scheduler.waiting or any(seq.phase is not Phase.DECODING for seq in self._scheduler.running)
+        return bool(waits) or self.parts.tokens > 0
 
     def add(self, answer: ReplayedAnswer, prompt: list[int], max_tokens: int, now: float) -> None:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, speculation="off")
@@ -202,7 +209,7 @@ class SimulatedReplica:
 
     def finish_step(self, now: float, numbers: TokenNumbers) -> list[tuple[ReplayedAnswer, list[int]]]:
         """Answers that ended with it, and all of their tokens."""
-        self.left, self._ended, self._warm, ended = 0.0, now, set(), []
+        self.left, self.parts, self._ended, self._warm, ended = 0.0, StepParts(), now, set(), []
         for scheduled in self._batch:
             seq, samples = scheduled.seq, scheduled.samples
             seq.computed += scheduled.count

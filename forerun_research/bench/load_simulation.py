@@ -7,8 +7,9 @@ for all of them attention over what comes before, and for each text reading its 
 as much slower or faster than that as one of those measured was. A prompt waits until its request is taken in, which
 slows the replica's steps as they slow it. A request is routed by the front's own rule.
 Replicas on one machine slow each other down: costs are those of as many as compute at that moment, between numbers that
-were measured by a straight line; with more than there are cores, those that only decode are held up by their like
-alone. Drafts of tokens are not modelled: plain decoding. Knows no engine; `load_costs` measures one.
+were measured by a straight line; for one that only decodes, one that computes a prompt counts as a share of one that
+decodes, too, and the other way round, which is measured. Drafts of tokens are not modelled: plain decoding. Knows no
+engine; `load_costs` measures one.
 """
 
 from __future__ import annotations
@@ -153,16 +154,13 @@ class _Simulation:
         return self._costs(replica, running).intake_factor if replica in running else 1.0
 
     def _costs(self, replica: SimulatedReplica, running: Sequence[SimulatedReplica]) -> ReplicaCosts:
-        """Of a replica while others compute. Where more compute than have cores, one that only decodes is held up by
-        such only, as if there were no prompts: its steps are short, and operating systems let those go first."""
-        threads, cores = self.setup.threads, self.setup.cores
-        busy = len({own.name for own in running} | {replica.name})
+        """Of a replica while others compute. Those that do the other, decode or compute prompts, count by a share."""
+        computing = {own.name: own for own in (*running, replica)}.values()
         if not self.shared:  # they share the cores equally
-            return self.costs.of(max(1.0, busy * threads / cores))
-        short = [own for own in running if not own.parts.tokens]
-        if busy * threads > cores and not replica.has_prompts and not replica.parts.tokens:
-            busy = max(int(cores / threads), len({own.name for own in short} | {replica.name}))
-        return self.costs.of(max(1, busy))
+            return self.costs.of(max(1.0, len(computing) * self.setup.threads / self.setup.cores))
+        costs, alike = self.costs.of(len(computing)), sum(own.has_prompts == replica.has_prompts for own in computing)
+        share = costs.answers_beside_prompts if replica.has_prompts else costs.prompts_beside_answers
+        return self.costs.of(alike + share * (len(computing) - alike))
 
     def _arrive(self, number: int, now: float) -> None:
         request, answer, session = self.trace[number], self.answers[number], self._session(number)

@@ -26,7 +26,7 @@ from typing import Any
 from forerun.errors import BadRequest
 from forerun.loading import opened
 from forerun_research.bench.load import figures, simulated_figures, together
-from forerun_research.bench.load_costs import Probes, probed, solved
+from forerun_research.bench.load_costs import Probes, probed, solved_together
 from forerun_research.bench.load_replay import replay
 from forerun_research.bench.load_served import served
 from forerun_research.bench.load_simulation import SimulatedSetup
@@ -52,7 +52,7 @@ class MeasuredRun:
         return [figures(self.trace, answers, 0.0) for answers in self.answers]
 
     def simulated(self) -> dict[str, Any]:
-        costs = {count: solved(own) for count, own in self.probes.items()}
+        costs = solved_together(self.probes)
         return simulated_figures(self.trace, SimulatedSetup(self.replicas, self.cores, 1), costs, turns=self.turns)
 
     def to_json(self) -> str:

@@ -8,7 +8,20 @@ import pytest
 
 from forerun.errors import ForerunError
 from forerun_research.bench import load_costs
-from forerun_research.bench.load_costs import BRIEF, MIDDLE, QUESTIONS, ROWS, SPREAD, TRIES, WHOLE, measured_costs
+from forerun_research.bench.load_costs import (
+    BRIEF,
+    GROWN,
+    MIDDLE,
+    QUESTIONS,
+    ROWS,
+    SPREAD,
+    TRIES,
+    WHOLE,
+    Probes,
+    measured_costs,
+    probed,
+    solved_together,
+)
 from forerun_research.bench.load_replica import ReplicaCosts
 from forerun_research.bench.load_simulation import SimulatedSetup, simulate
 from forerun_research.bench.load_targets import EndpointTarget, ReplayedAnswer
@@ -51,6 +64,10 @@ class SimulatedProbes:
         monkeypatch.setattr(load_costs, "replay", self.replay)
         return await measured_costs(EndpointTarget("http://unused/v1", "", {}), TraceTexts(), self.setup.replicas)
 
+    async def probes(self, monkeypatch: pytest.MonkeyPatch, busy: int) -> Probes:
+        monkeypatch.setattr(load_costs, "replay", self.replay)
+        return await probed(EndpointTarget("http://unused/v1", "", {}), TraceTexts(), busy)
+
 
 @pytest.mark.parametrize("busy", [1, 2])
 async def test_the_costs_of_simulated_replicas_are_found_again(busy: int, monkeypatch: pytest.MonkeyPatch):
@@ -58,11 +75,25 @@ async def test_the_costs_of_simulated_replicas_are_found_again(busy: int, monkey
     probes = SimulatedProbes(busy, {1: KNOWN, 2: slower})
     found = await probes.costs_found(monkeypatch)
     known = KNOWN if busy == 1 else slower
-    assert len(probes.trace) == busy * (1 + 7 * TRIES + 2 + 2 * ROWS + 1 + QUESTIONS)
-    assert {request.prompt_tokens for request in probes.trace} == {BRIEF, MIDDLE, WHOLE}
+    mixed = busy if busy > 1 else 0
+    assert len(probes.trace) == busy * (1 + 7 * TRIES + 2 + 2 * ROWS + 1 + QUESTIONS + mixed)
+    assert {request.prompt_tokens for request in probes.trace} == {BRIEF, MIDDLE, WHOLE} | ({GROWN} if mixed else set())
     for name, within in TIMES:
         assert getattr(found, name) == pytest.approx(getattr(known, name), rel=within), name
     assert 0.7 * KNOWN.request_s < found.request_s < 1.3 * known.request_s  # sent while no replica computes
+
+
+@pytest.mark.parametrize(("busy", "shares"), [(2, (0.2, 0.7)), (4, (0.8, 0.3))])
+async def test_how_answers_and_prompts_of_other_replicas_slow_each_other_is_found_again(
+    busy: int, shares: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+):
+    names = ("prompts_beside_answers", "answers_beside_prompts")
+    known = {1: KNOWN, busy: replace(KNOWN.scaled(0.9 * busy), **dict(zip(names, shares, strict=True)))}
+    replicas = SimulatedProbes(busy, known)
+    alone, together = [await replicas.probes(monkeypatch, count) for count in (1, busy)]
+    found = solved_together({1: alone, busy: together})[busy]
+    assert [getattr(found, name) for name in names] == pytest.approx(shares, abs=0.15)
+    assert solved_together({1: alone})[1].prompts_beside_answers == 1.0  # nothing is measured of one alone
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.8, 2.6])

@@ -11,6 +11,7 @@ import pytest
 from forerun_research.bench.load import DRAWS, figures, simulated_figures, together
 from forerun_research.bench.load_replica import MAX_PIECE_TOKENS, NEAR_TOKENS, ReplicaCosts
 from forerun_research.bench.load_simulation import SharedCosts, SimulatedSetup, simulate
+from forerun_research.bench.load_targets import ReplayedAnswer
 from forerun_research.bench.load_trace import SHIPPED, TraceRequest, TraceTexts, poisson, turn_tokens
 
 COSTS = ReplicaCosts(step_s=0.01, row_s=0.001, prompt_token_s=0.0001, attention_s=0.0)
@@ -104,14 +105,24 @@ def test_replicas_slow_each_other_down_while_they_compute_at_the_same_time():
     assert simulate([long], SimulatedSetup(2, 2), {1: COSTS, 2: slower})[0].gaps_s == pytest.approx([0.011] * 20)
 
 
-def test_one_that_only_decodes_goes_first_where_cores_are_short():
-    slower = ReplicaCosts(0.04, 0.001, 0.0004, 0.0)
+def test_one_that_decodes_and_one_that_computes_a_prompt_slow_each_other_by_shares():
+    slower = ReplicaCosts(0.04, 0.001, 0.0004, 0.0, prompts_beside_answers=0.0, answers_beside_prompts=1.0)
     long = [one(document=name, prompt_tokens=5000, arrival_s=0.1) for name in "bcd"]
-    costs = {1: COSTS, 2: COSTS, 4: slower}
-    answer, *prompts = simulate([one(document="a", max_tokens=30), *long], SimulatedSetup(4, 2, 1), costs)
+    trace = [one(document="a", max_tokens=30), *long]
+
+    def found(**shares: float) -> list[ReplayedAnswer]:
+        return simulate(trace, SimulatedSetup(4, 2, 1), {1: COSTS, 2: COSTS, 4: replace(slower, **shares)})
+
+    answer, *prompts = found()
     assert answer.gaps_s == pytest.approx([0.011] * 29)
     assert all(prompt.first_s > 1.5 * (10 * 0.01 + 5000 * 0.0001) for prompt in prompts)
-    alike = simulate([one(document=name, max_tokens=30) for name in "abcd"], SimulatedSetup(4, 2, 1), costs)
+    half, *_ = found(prompts_beside_answers=0.5)  # as two and a half that decode: a quarter of the way from 2 to 4
+    assert half.gaps_s[20:] == pytest.approx([0.011 + 0.0075] * 9)
+    _, *quick = found(answers_beside_prompts=0.0)
+    assert all(a.first_s < b.first_s - 0.01 for a, b in zip(quick, prompts, strict=True))
+    alike = simulate(
+        [one(document=name, max_tokens=30) for name in "abcd"], SimulatedSetup(4, 2, 1), {1: COSTS, 4: slower}
+    )
     assert alike[0].gaps_s[5] == pytest.approx(0.041)
 
 

@@ -30,7 +30,7 @@ def run() -> MeasuredRun:
     rested = [answers(replace(middle, max_tokens=2), replace(middle, arrival_s=9.0, max_tokens=2))[1:]]
     several = [answers(*[brief] * 2)], [answers(*[brief] * 16)], [answers(*[long] * 16)]
     beside = [answers(replace(middle, max_tokens=96), replace(middle, arrival_s=1.2, max_tokens=2))]
-    probes = Probes(1, [answers(brief)], longer, *known, *several, rested, beside)
+    probes = Probes(1, [answers(brief)], longer, *known, *several, rested, beside, [])
     trace = poisson(0.5, 20.0, 2, 300, 8, 2, 2.0)
     turns = [[7] * request.prompt_tokens for request in trace]
     real = simulate(trace, SimulatedSetup(1, 1.0, 1), {1: solved(probes)}, turns)
