@@ -97,8 +97,16 @@ _counting = threading.Lock()  # the router runs in a thread of its own
 
 
 def publish_replicas(application: str, names: Sequence[str]) -> None:
-    """Called by the router of this process, when replicas come or go."""
-    _known[application] = sorted(names)
+    """Called by the router of this process, when replicas come or go. A new one is taken to have got as much text as
+    the one that got least: it need not make up for what others got before it was there."""
+    with _counting:
+        sent, before = _sent[application], known_replicas(application)
+        least = min((sent[name] for name in before if name in names), default=0)
+        for name in set(names).difference(before):
+            sent[name] = max(sent[name], least)
+        for name in set(before).difference(names):
+            del sent[name]
+        _known[application] = sorted(names)
 
 
 def known_replicas(application: str) -> list[str]:

@@ -15,6 +15,7 @@ from forerun.ray.call import (
     count_chosen,
     count_ended,
     order_replicas,
+    publish_replicas,
     rank,
     replica_call,
     replica_loads,
@@ -114,3 +115,16 @@ def test_calls_are_counted_at_their_replica_until_they_end():
     count_chosen("tested", second.again(), "b")
     assert replica_loads("tested", "ab") == {"a": (1, 2 * chars), "b": (1, chars)}
     assert not pickle.loads(pickle.dumps(first)).counted.replica and not first.to("b").counted.replica
+
+
+def test_a_new_replica_need_not_make_up_for_what_others_got_before():
+    publish_replicas("grown", ["a", "b"])
+    for name, count in (("a", 3), ("b", 5)):
+        for _ in range(count):
+            count_chosen("grown", made(user("Why?")), name)
+    sent = {name: chars for name, (_, chars) in replica_loads("grown", "ab").items()}
+    publish_replicas("grown", ["a", "b", "c"])
+    assert replica_loads("grown", "c")["c"] == (0, sent["a"])
+    publish_replicas("grown", ["c", "b"])  # "a" has gone, "d" comes in its place
+    publish_replicas("grown", ["b", "c", "d"])
+    assert replica_loads("grown", "d")["d"] == (0, sent["a"]) and replica_loads("grown", "b")["b"][1] == sent["b"]
