@@ -56,6 +56,8 @@ def edit(
     if diff and write:
         raise BadRequest("--diff and --write", "leave one of them out: --write prints the diff")
     text, params, asked = read_file(file), SamplingParams(speculation=speculation), cast("EditMode", mode)
+    if write:
+        check_writable(file)
     with opened.open() as llm:
         if write or as_json:
             done = edit_whole(llm, file, instruction, text=text, mode=asked, params=params)
@@ -67,6 +69,8 @@ def edit(
                 found = piece.result
             done = cast(Edited, found)
     if write and done.changed:
+        if read_file(file) != text:
+            raise BadRequest(f"{file} has changed since the model read it, and was not written", "run the edit again")
         replace_file(file, done.text)
     if write and not as_json:
         sys.stdout.write(done.diff)
@@ -75,6 +79,15 @@ def edit(
     print(f"used: {done.used} ({done.why}){'' if done.changed else '; nothing changed'}", file=sys.stderr)
     if stats:
         print(usage_lines(done.usage, "stop"), file=sys.stderr)
+
+
+def check_writable(path: Path) -> None:
+    """Before the model is asked. The folder is what a new file needs; a file that nobody may write is to stay."""
+    target = path.resolve()
+    if not target.stat().st_mode & 0o222 or not os.access(target, os.W_OK):
+        raise BadRequest(f"{path} is read-only", "chmod u+w it, or leave --write out")
+    if not os.access(target.parent, os.W_OK):
+        raise BadRequest(f"cannot write {path}: its folder is read-only", "leave --write out")
 
 
 def replace_file(path: Path, text: str) -> None:

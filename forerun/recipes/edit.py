@@ -153,7 +153,7 @@ def stream_edit(
     if mode in SHORT_WAYS and not content:
         raise BadRequest(f"{Path(file).name} is empty: there are no lines to keep", "use mode='rewrite'")
     used, why = _choose(llm, mode, content)
-    run = EditRun(llm, Path(file).name, content, instruction, used, why)
+    run = EditRun(llm, shown_name(file), content, instruction, used, why)
     return run.pieces(params) if mode != "auto" or used == "rewrite" else _complete_or_rewritten(run, params)
 
 
@@ -272,6 +272,12 @@ class EditRun:
                 yield EditPiece(new, hunks, done)
             elif new or hunks:
                 yield EditPiece(new, hunks)
+
+
+def shown_name(file: str | Path) -> str:
+    """A file's name in its diff: with the folders that were given, so that `git apply` finds it from here."""
+    path = Path(file)
+    return path.name if path.is_absolute() or ".." in path.parts else path.as_posix()
 
 
 def read_file(path: str | Path) -> str:

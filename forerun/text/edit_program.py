@@ -55,10 +55,14 @@ class SourceLines:
     def span(self, step: CopyStep) -> list[str]:
         return self.lines[step.first - 1 : step.last]
 
+    def ended(self, lines: Sequence[str]) -> list[str]:
+        """The lines of a whole text with their ends, as they are in this one."""
+        found = [line + self.line_end for line in lines]
+        return [*found[:-1], *lines[-1:]] if self.ends_open and self.lines else found
+
     def join(self, lines: Sequence[str]) -> str:
         """A whole text of these lines, with line ends as in this one."""
-        text = self.line_end.join(lines)
-        return text if not lines or (self.ends_open and self.lines) else text + self.line_end
+        return "".join(self.ended(lines))
 
 
 def oracle(old: SourceLines, new: Sequence[str]) -> list[ProgramStep]:

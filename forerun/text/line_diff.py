@@ -2,6 +2,7 @@
 
 Where the last lines that came are lines of the old text, both are aligned there, and everything before is compared and
 emitted. The diff is always right, and as short as a whole comparison's unless a block of lines occurs several times.
+Lines are compared with their ends, as `patch` and `git apply` do: one that has lost its end, or got one, has changed.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from forerun.text.edit_program import SourceLines
 
 CONTEXT_LINES = 3  # around a change
 _ALIGNED_LINES = 2 * CONTEXT_LINES  # the context after one change and before the next
-_NO_LINE_END = "\\ No newline at end of file\n"
+_NO_LINE_END = "\n\\ No newline at end of file\n"
 
 
 class DiffStream:
     def __init__(self, source: SourceLines, name: str) -> None:
-        self._old, self._ends_open = source.lines, source.ends_open
-        self._head = f"--- a/{name}\n+++ b/{name}\n"
+        self._old = source.ended(source.lines)
+        self._source = source
+        self._held: list[str] = []  # where the last line has no end: the one that may be the last
+        tab = "\t" if " " in name else ""  # ends a name with spaces, as in git's diffs
+        self._head = f"--- a/{name}{tab}\n+++ b/{name}{tab}\n"
         self._old_at = self._new_at = 0  # what was compared
         self._new: list[str] = []  # that was not
         self._lead = 0  # lines that were aligned and begin what is compared next
@@ -29,9 +33,11 @@ class DiffStream:
 
     def push(self, lines: Sequence[str]) -> str:
         """Hunks that are complete with these lines."""
-        found = ""
-        for line in lines:
-            self._new.append(line)
+        found, known = "", [*self._held, *lines]
+        if self._source.ends_open:
+            self._held = [known.pop()] if known else []
+        for line in known:
+            self._new.append(line + self._source.line_end)
             place = self._aligned_place()
             if place is not None:
                 found += self._compare(place + CONTEXT_LINES, len(self._new) - CONTEXT_LINES, last=False)
@@ -48,6 +54,7 @@ class DiffStream:
 
     def finish(self) -> str:
         """The rest, when no more lines come."""
+        self._new += self._source.ended(self._held)
         return self._compare(len(self._old), len(self._new), last=True)
 
     def _compare(self, old_end: int, new_count: int, last: bool) -> str:
@@ -59,16 +66,15 @@ class DiffStream:
         return found
 
     def _hunks(self, old: list[str], new: list[str], last: bool) -> Iterator[str]:
-        open_old, open_new = (len(x) - 1 if last and self._ends_open else -1 for x in (old, new))
         for group in self._groups(old, new, 0 if last else CONTEXT_LINES):
             (_, i, _, a, _), (_, _, j, _, b) = group[0], group[-1]
             yield f"@@ -{_range(self._old_at + i, j - i)} +{_range(self._new_at + a, b - a)} @@\n"
             for tag, i1, i2, a1, a2 in group:
                 if tag == "equal":
-                    yield from _marked(" ", old, range(i1, i2), open_old)
+                    yield from _marked(" ", old[i1:i2])
                     continue
-                yield from _marked("-", old, range(i1, i2), open_old)
-                yield from _marked("+", new, range(a1, a2), open_new)
+                yield from _marked("-", old[i1:i2])
+                yield from _marked("+", new[a1:a2])
 
     def _groups(self, old: list[str], new: list[str], tail: int) -> Iterator[list[tuple[str, int, int, int, int]]]:
         """Changes with the lines around them; lines that were aligned stay so, whatever else they are equal to."""
@@ -93,9 +99,9 @@ def _joined(codes: list[tuple[str, int, int, int, int]]) -> list[tuple[str, int,
     return found
 
 
-def _marked(mark: str, lines: list[str], where: range, open_at: int) -> Iterator[str]:
-    for i in where:
-        yield f"{mark}{lines[i]}\n" + (_NO_LINE_END if i == open_at else "")
+def _marked(mark: str, lines: Sequence[str]) -> Iterator[str]:
+    for line in lines:
+        yield f"{mark}{line}" + ("" if line.endswith("\n") else _NO_LINE_END)
 
 
 def _range(before: int, count: int) -> str:

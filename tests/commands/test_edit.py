@@ -75,3 +75,24 @@ def test_a_broken_answer_writes_nothing(depot: tuple[Path, SimpleNamespace], cap
     assert "did not end" in shown and "use another model" in shown and file.read_text() == OLD
     assert run("edit", str(file), "Fix total.", "--write", "--diff") == 1
     assert run("edit", str(file.with_name("none")), "Fix total.") == 1
+
+
+def test_what_must_not_be_written_is_known_before_the_model_is_asked(
+    depot: tuple[Path, SimpleNamespace], capsys: pytest.CaptureFixture[str]
+):
+    file, script = depot
+    asked: list[str] = []
+    script.write = lambda content, way: asked.append(way) or answer_for(OLD, NEW, way)
+    file.chmod(0o444)
+    assert run("edit", str(file), "Fix total.", "--write", "--mode", "replace") == 1
+    assert "read-only" in capsys.readouterr().err and not asked and file.read_text() == OLD
+    assert run("edit", str(file), "Fix total.", "--diff", "--mode", "replace") == 0
+
+
+def test_a_file_that_others_change_meanwhile_is_not_written(
+    depot: tuple[Path, SimpleNamespace], capsys: pytest.CaptureFixture[str]
+):
+    file, script = depot
+    script.write = lambda content, way: file.write_text("theirs\n") and answer_for(OLD, NEW, way)
+    assert run("edit", str(file), "Fix total.", "--write", "--mode", "replace") == 1
+    assert "has changed" in capsys.readouterr().err and file.read_text() == "theirs\n"

@@ -44,6 +44,15 @@ def in_grammar(source: SourceLines, text: str) -> bool:
     return bool(matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting())
 
 
+def applied(diff: str, old: str, file: Path) -> str:
+    """What git makes of a text and a diff of it."""
+    file.write_bytes(old.encode())
+    if diff:
+        apply = ["git", "apply", "--whitespace=nowarn", "-"]
+        subprocess.run(apply, input=diff.encode(), cwd=file.parent, check=True)
+    return file.read_bytes().decode() if file.exists() else ""
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_programs_replacements_and_diffs_give_the_new_text(seed: int, tmp_path: Path):
     rng = random.Random(seed)
@@ -70,10 +79,20 @@ def test_programs_replacements_and_diffs_give_the_new_text(seed: int, tmp_path: 
     stream = DiffStream(source, "text")
     diff = "".join(stream.push([line]) for line in lines) + stream.finish()
     assert (diff == "") == (old == new)
-    if diff and "\r" not in old:
-        (tmp_path / "text").write_text(old)
-        subprocess.run(["git", "apply", "--whitespace=nowarn", "-"], input=diff, text=True, cwd=tmp_path, check=True)
-        assert (tmp_path / "text").read_text() == new
+    assert applied(diff, old, tmp_path / "text") == new
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("a|b", "a|b|c"), ("a|b", "a"), ("a|b", ""), ("a|b", "x|a|b"), ("a", "b"), ("", "a|b|"), ("a|b|", "a|b|c|")],
+)
+def test_a_diff_applies_whether_or_not_the_last_line_ends(end: str, old: str, new: str, tmp_path: Path):
+    before = SourceLines(old.replace("|", end))
+    stream = DiffStream(before, "my text")
+    lines = SourceLines(new.replace("|", end)).lines
+    diff = stream.push(lines) + stream.finish()
+    assert applied(diff, old.replace("|", end), tmp_path / "my text") == before.join(lines)
 
 
 def test_hunks_come_before_the_text_ends():
