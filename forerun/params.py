@@ -311,7 +311,7 @@ class SamplingParams:
     def _check_values(self) -> None:
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise BadRequest(f"grammar must be a Grammar, got {self.grammar!r:.80}", _GRAMMARS)
-        if self.grammar is not None and self.grammar.sampling == "conditional":
+        if self.conditional:
             self._check_conditional()
         if self.grammar is not None and self.grammar.kind == "edit" and self.prefill.mode == "provisional":
             raise BadRequest("prefill is 'provisional' beside an edit program", "use prefill='exact'")
@@ -362,6 +362,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the likeliest token is taken, without a draw."""
         return self.temperature == 0.0
+
+    @property
+    def conditional(self) -> bool:
+        """Whether the answer is drawn from the model conditioned on its grammar, which takes a look ahead."""
+        return self.grammar is not None and self.grammar.sampling == "conditional"
 
     @property
     def penalised(self) -> bool:

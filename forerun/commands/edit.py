@@ -82,7 +82,7 @@ def edit(
 
 
 def check_writable(path: Path) -> None:
-    """Before the model is asked. The folder is what a new file needs; a file that nobody may write is to stay."""
+    """Before the model is asked. The folder is what a new file needs; one without any right to write is to stay."""
     target = path.resolve()
     if not target.stat().st_mode & 0o222 or not os.access(target, os.W_OK):
         raise BadRequest(f"{path} is read-only", "chmod u+w it, or leave --write out")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forerun.core import PrefillReport, Usage
-    from forerun.core.usage import LoadReport
+    from forerun.core.usage import ConditionalReport, LoadReport
 
 
 def usage_lines(usage: Usage, finish_reason: str | None) -> str:
@@ -32,6 +32,8 @@ def usage_lines(usage: Usage, finish_reason: str | None) -> str:
             f"first provisional token {usage.provisional_s:.2f} s · "
             f"{usage.confirmed:,} of {usage.provisional:,} provisional tokens confirmed"
         )
+    if usage.conditional is not None:
+        lines.append(conditional_line(usage.conditional))
     return "\n".join([*lines, speculation_line(usage)])
 
 
@@ -107,6 +109,15 @@ def prefill_line(report: PrefillReport) -> str:
         "read {}, recompute {}, check {}".format(*map(_ms, seconds)),
     ]
     return " · ".join(part for part in parts if part)
+
+
+def conditional_line(report: ConditionalReport) -> str:
+    """How an answer was drawn from the model given its grammar."""
+    if report.exact:
+        how = f"all {report.answers:,} answers scored" if report.answers else f"drawn in {report.tries:,} tries"
+    else:
+        how = f"not exact after {report.tries:,} tries, off by {report.error:.2g} at most (total variation)"
+    return f"given the grammar: {how} · {report.scored_tokens:,} tokens run ahead in {report.seconds:.2f} s"
 
 
 def speculation_line(usage: Usage) -> str:

@@ -64,6 +64,9 @@ class Client:
     weight: float = 1.0
 
 
+UNNAMED = Client()
+
+
 @dataclass
 class Request:
     """A prompt, how to sample from it, and where events go."""
@@ -74,7 +77,7 @@ class Request:
     session: str | None = None  # on whose account it goes, and whose pages stay in the pool afterwards
     packed: array[int] | None = None  # the prompt as int32, once it was checked
     conditional: list[ConditionalStart] | None = None  # of each answer, where its grammar's sampling is conditional
-    client: Client = Client()
+    client: Client = UNNAMED
     streamed: bool = False  # tokens are read as they come: the gaps between them are bounded
     id: int = field(default_factory=lambda: next(_ids))
     arrived: float = field(default_factory=time.perf_counter)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from forerun.engine.sequence import UNNAMED, Client
 from forerun.errors import OutOfPages
 from forerun.models.execution.runner import Span
 from forerun.runtime.lease import EngineLease
@@ -20,17 +21,18 @@ MAX_FORWARD_NODES = 128  # of one forward: their logits are [N, V] float32, 25 M
 
 
 class AnswerTree:
-    """`ids`: the prompt, which is read from the prefix tree as far as it is known there, and becomes known to it."""
+    """`ids`: the prompt, which is read from the prefix tree as far as it is known there, and becomes known to it on the
+    client's account; None: neither."""
 
-    def __init__(self, lease: EngineLease, ids: list[int]) -> None:
+    def __init__(self, lease: EngineLease, ids: list[int], client: Client | None = UNNAMED) -> None:
         self._lease, self._ids = lease, ids
         self._tokens: list[int] = []
         self._parents: list[int] = []
         with lease.exclusive() as engine:
-            self._row = lease.hold_prefix(engine, ids[:-1])
+            self._row = lease.pages.hold() if client is None else lease.hold_prefix(engine, ids[:-1])
             self.cached = len(self._row) * engine.pool.page_size
             self._extend(len(ids))
-        lease.prefill(ids[:-1], self._row, self.cached)
+        lease.prefill(ids[:-1], self._row, self.cached, client=client)
         with lease.exclusive() as engine:
             output = engine.runner.forward([Span([ids[-1]], len(ids) - 1, self._row, (0,))])
             self.root_logits = output.logits.clone()  # [1, V]: a forward may reuse the memory of the last one's

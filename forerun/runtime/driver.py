@@ -126,15 +126,24 @@ class Driver:
                 self._abandon(requests)
                 raise
 
-    def request(self, ids: list[int], params: SamplingParams, session: str | None = None) -> Request:
+    def request(
+        self, ids: list[int], params: SamplingParams, session: str | None = None, looks_ahead: bool = True
+    ) -> Request:
         """A request that is checked and packed, with what it names prepared: `stream` and `astream` only queue it. For
-        any thread but an event loop's, since a long prompt or a grammar takes long."""
+        any thread but an event loop's, since a long prompt or a grammar takes long. `looks_ahead`: False leaves
+        `look_ahead` to the caller, before the request is queued."""
         self.prepare(params)
         request = Request(ids, params, sink=lambda event: None, session=session)
         self.engine.intake.receive(request)
-        if params.grammar is not None and params.grammar.sampling == "conditional":
-            request.conditional = LookAhead(self, ids, params).run()
+        if looks_ahead:
+            self.look_ahead(request)
         return request
+
+    def look_ahead(self, request: Request, check_cancelled: Callable[[], None] = lambda: None) -> None:
+        """Run what an answer needs that is drawn from the model conditioned on its grammar; others need nothing."""
+        if request.params.conditional:
+            ids, params = list(request.prompt_ids), request.params
+            request.conditional = LookAhead(self, ids, params, request.client, check_cancelled).run()
 
     def stream(self, request: Request) -> Iterator[Event]:
         """Events as they come; leaving the loop early cancels the request."""
@@ -227,13 +236,14 @@ class Driver:
             yield self.engine
 
     @contextmanager
-    def lease(self) -> Iterator[EngineLease]:
-        """Pages and exclusive uses for code that runs forwards of its own while requests go on."""
+    def lease(self, check_cancelled: Callable[[], None] = lambda: None) -> Iterator[EngineLease]:
+        """Pages and exclusive uses for code that runs forwards of its own while requests go on. `check_cancelled`:
+        called before each use; raises where the work is for nothing."""
         self.check_open()
         pages = self.engine.leases.open()
         with self._stepping():
             try:
-                yield EngineLease(self, pages)
+                yield EngineLease(self, pages, check_cancelled)
             finally:
                 self.engine.leases.release(pages)
                 self.collect()

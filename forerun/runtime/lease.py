@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from forerun.engine.engine import Engine
 from forerun.engine.leases import PageLease
+from forerun.engine.sequence import UNNAMED, Client
 from forerun.models.decoder import Output
 from forerun.models.execution.runner import Span
 
@@ -27,10 +28,12 @@ class EngineLease:
 
     driver: Driver
     pages: PageLease
+    check_cancelled: Callable[[], None] = lambda: None  # raises once the work is for nothing
 
     @contextmanager
     def exclusive(self) -> Iterator[Engine]:
         """The engine between two steps, after one step of its own where requests run."""
+        self.check_cancelled()
         with self.driver.exclusive() as engine:
             self.driver.check_open()
             self.pages.check()
@@ -45,11 +48,17 @@ class EngineLease:
         return self.pages.hold(tree.match(ids) if tree is not None else ())
 
     def prefill(
-        self, ids: list[int], row: array[int], start: int, on_logits: Callable[[Output], None] | None = None
+        self,
+        ids: list[int],
+        row: array[int],
+        start: int,
+        on_logits: Callable[[Output], None] | None = None,
+        client: Client | None = UNNAMED,
     ) -> int:
         """Compute a text from token `start` on, chunk by chunk, each in an exclusive use of its own. The row has pages
-        for all of it; whole pages become known to the prefix tree. `on_logits` gets the last token's logits [1, V].
-        Returns how many tokens others can read now and could not before."""
+        for all of it; whole pages become known to the prefix tree on a client's account (None: they do not).
+        `on_logits` gets the last token's logits [1, V]. Returns how many tokens others can read now and could not
+        before."""
         written = 0
         while start < len(ids):
             with self.exclusive() as engine:
@@ -60,8 +69,8 @@ class EngineLease:
                 if last and on_logits is not None:
                     span.logits_indices = (len(span.ids) - 1,)
                 output = engine.runner.forward([span])
-                if last and tree is not None:
-                    written = tree.insert(ids, row) * engine.pool.page_size
+                if last and tree is not None and client is not None:
+                    written = tree.insert(ids, row, client.name, client.weight) * engine.pool.page_size
                 if last and on_logits is not None:
                     on_logits(output)
         return written

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,7 @@ from forerun.decode.rejection_draws import Prefix, RejectionDraws
 from forerun.decode.sampling import Context, Row, SeededRng, shape
 from forerun.decode.trie import TokenTrie
 from forerun.decode.trie_answer import ConditionalAnswer, NodeScores, TrieAnswer, rows_to_score, score_nodes
-from forerun.engine.sequence import ConditionalStart
+from forerun.engine.sequence import UNNAMED, Client, ConditionalStart
 from forerun.runtime.answer_tree import MAX_FORWARD_NODES, AnswerTree
 
 if TYPE_CHECKING:
@@ -33,8 +33,16 @@ LOOK_AHEAD_STREAM = 3  # random numbers of answers that are drawn ahead
 class LookAhead:
     """One request's. `end_ids`: the tokens that end an answer."""
 
-    def __init__(self, driver: Driver, ids: list[int], params: SamplingParams) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        ids: list[int],
+        params: SamplingParams,
+        client: Client = UNNAMED,
+        check_cancelled: Callable[[], None] = lambda: None,
+    ) -> None:
         self._driver, self._ids, self._params = driver, ids, params
+        self._client, self._check_cancelled = client if params.cache else None, check_cancelled
         self._intake = driver.engine.intake
         self._context = Context(params, ids, len(ids), 0)
         self._vocab = self._intake.model.vocab_size
@@ -45,8 +53,8 @@ class LookAhead:
         assert self._params.grammar is not None
         trie = self._intake.trie(self._params.grammar)
         start = time.perf_counter()
-        with self._driver.lease() as lease:
-            tree = AnswerTree(lease, self._ids)
+        with self._driver.lease(self._check_cancelled) as lease:
+            tree = AnswerTree(lease, self._ids, self._client)
             if trie is not None and len(trie) <= MAX_SCORED_NODES:
                 found = self._score(tree, trie)
             else:

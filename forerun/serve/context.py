@@ -105,7 +105,13 @@ class ServerContext:
         if isinstance(prompt, FillPrompt):
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *fill_tokens(self.llm.tokenizer)))
         self._check_drafters(params)
-        return self.llm.request(ids, params, prompt.session_name if isinstance(prompt, SessionTurn) else None)
+        session = prompt.session_name if isinstance(prompt, SessionTurn) else None
+        return self.llm.driver.request(ids, params, session, looks_ahead=False)
+
+    async def look_ahead(self, request: Request) -> None:
+        """For an answer that is drawn from the model conditioned on its grammar; before it is queued."""
+        if request.params.conditional:
+            await self.pool.score(lambda check: self.llm.driver.look_ahead(request, check))
 
     def _check_drafters(self, params: SamplingParams) -> None:
         """Free drafters are made at once; others are timed or searched for, which would block all open requests."""

@@ -139,6 +139,8 @@ class CompletionResponse(Response):
         self.submitted = max(request.arrived for request in requests)
         if isinstance(self.encoder, CompletionEncoder) and getattr(self.request_body, "scores_prompts", False):
             self.encoder.prompt_scores = [await self._score(request) for request in requests]
+        for request in () if self.request_body.writes_nothing else requests:
+            await self.ctx.look_ahead(request)
         pins = [] if self.turn is not None else [await self._pins(*numbered) for numbered in enumerate(requests)]
         self.encoder.pinned_tokens = sum(max((pin.tokens for pin in found), default=0) for found in pins)
         if self.request_body.stream:

@@ -15,8 +15,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from forerun.errors import BadRequest
 from forerun.options import check_number, field_of
-from forerun.params import PREFILL_MODES, Grammar, Prefill, SamplingParams, Speculation
-from forerun.serve.derived import LenientModel, StrictModel, accepted, derived, described
+from forerun.params import GRAMMAR_SAMPLING, PREFILL_MODES, Grammar, Prefill, SamplingParams, Speculation
+from forerun.serve.derived import LenientModel, StrictModel, accepted, derived, described, documented
 from forerun.serve.fill import FillPrompt
 from forerun.serve.guided import GuidedFields, lark
 from forerun.serve.tool_schema import MAX_TOOLS, NamedTool, Tool, ToolCall, ToolChoice, chosen
@@ -76,6 +76,9 @@ class ForerunOptions(_ForerunFields):
         default=False, description="True: all counts and times; steps: of every step, and live counts in streams."
     )
     session: SessionName | SessionOptions | None = Field(default=None, description="A session's name, or its options.")
+    grammar_sampling: Literal[GRAMMAR_SAMPLING] = Field(  # type: ignore[valid-type]
+        default=Grammar.sampling, json_schema_extra=documented(Grammar, "sampling")
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -233,7 +236,13 @@ class _CompletionBody(GuidedFields, _UnusedFields, _SamplingFields):
         return self.is_guided or (self.response_format is not None and self.response_format.type != "text")
 
     def grammar(self) -> Grammar | None:
-        return self.guided(self.response_format.grammar() if self.response_format else None)
+        found = self.guided(self.response_format.grammar() if self.response_format else None)
+        if self.forerun.grammar_sampling == Grammar.sampling:
+            return found
+        if found is None:
+            hint = "give a response_format, or leave it out"
+            raise BadRequest("forerun.grammar_sampling is about a grammar, and the request has none", hint)
+        return replace(found, sampling=self.forerun.grammar_sampling)
 
     @property
     def choices(self) -> int:
@@ -311,6 +320,9 @@ class ChatRequest(_CompletionBody):
         grammar = self.grammar()
         if tools is not None and grammar is not None and grammar.kind in ("regex", "lark"):
             raise BadRequest(f"tools beside a {grammar.kind} grammar", "use a JSON schema, or leave the tools out")
+        if tools is not None and grammar is not None and grammar.sampling == "conditional":
+            hint = "leave forerun.grammar_sampling or the tools out"
+            raise BadRequest("tools beside a grammar with sampling 'conditional'", hint)
         return self._params(
             longest,
             room,

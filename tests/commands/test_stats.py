@@ -9,7 +9,7 @@ import time
 
 from forerun.commands.stats import load_line, threads_line, usage_lines
 from forerun.core import PrefillReport, Tally, Usage
-from forerun.core.usage import LoadReport
+from forerun.core.usage import ConditionalReport, LoadReport
 
 
 def spoken() -> Usage:
@@ -55,6 +55,16 @@ def test_lossy_rules_are_called_lossy() -> None:
     usage = spoken()
     usage.verifier, usage.lossless = "typical", False
     assert "typical (lossy" in usage_lines(usage, "stop")
+
+
+def test_answers_given_a_grammar_say_whether_they_are_exact() -> None:
+    reports = {
+        "all 3 answers scored · 9 tokens run ahead in 0.50 s": ConditionalReport(True, 0.0, 9, answers=3, seconds=0.5),
+        "drawn in 4 tries": ConditionalReport(True, 0.0, 9, tries=4),
+        "not exact after 7 tries, off by 0.25 at most": ConditionalReport(False, 0.25, 9, tries=7),
+    }
+    for text, report in reports.items():
+        assert text in usage_lines(Usage(completion_tokens=1, conditional=report), "stop").split("\n")[1]
 
 
 def test_the_record_has_derived_figures_and_is_json() -> None:

@@ -110,6 +110,34 @@ def test_what_does_not_go_together_is_refused(llm: LLM, tmp_path: Path) -> None:
         Grammar.regex("a", "exact")  # type: ignore[arg-type]
 
 
+def test_a_look_ahead_leaves_nothing_where_nothing_is_shared(llm: LLM) -> None:
+    prompt, grammar = "A prompt of its own, " * 8, Grammar.choice(TEXTS, "conditional")
+    before = llm.prefixes().tokens
+    alone = llm.generate(prompt, grammar=grammar, cache=False)[0]
+    assert llm.prefixes().tokens == before
+    assert llm.generate(prompt, grammar=grammar)[0].token_ids == alone.token_ids
+    assert llm.prefixes().tokens > before
+
+
+def test_a_look_ahead_that_is_cancelled_ends(llm: LLM) -> None:
+    class Gone(Exception):
+        pass
+
+    forwards = 0
+
+    def check() -> None:
+        nonlocal forwards
+        forwards += 1
+        if forwards == 4:
+            raise Gone
+
+    params = SamplingParams(grammar=Grammar.regex("[ab]+", "conditional"), temperature=1.0, max_tokens=64)
+    request = llm.driver.request(llm.encode(PROMPT), params, looks_ahead=False)
+    with pytest.raises(Gone):
+        llm.driver.look_ahead(request, check)
+    assert forwards == 4 and request.conditional is None and len(llm.engine.leases) == 0
+
+
 def test_trie_file_as_grammar(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "items.trie"
     TokenTrie.build([llm.tokenizer.encode(text) for text in TEXTS], TEXTS).save(path)

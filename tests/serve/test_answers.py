@@ -171,6 +171,40 @@ def test_json_formats(served: Running, llm: LLM):
     assert begun.lstrip().startswith("{")
 
 
+def test_conditional_answers_equal_the_library(served: Running, llm: LLM):
+    grammar = Grammar.choice(("a ship", "a shipwreck", "the lamp", "fog"), "conditional")
+    masked = {"guided_choice": ["a ship", "a shipwreck", "the lamp", "fog"]}
+    asked = masked | {"forerun": {"grammar_sampling": "conditional", "statistics": True, "speculation": "off"}}
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature, max_tokens=24, seed=5, n=3, grammar=grammar, speculation="off")
+        expected = [choice.text for choice in llm.chat(MESSAGES, params)[0].choices]
+        sampling = ASKED | {"temperature": temperature, "seed": 5, "n": 3}
+        answer: Any = served.client().chat.completions.create(**sampling, extra_body=asked)
+        assert [choice.message.content for choice in answer.choices] == expected
+        report = answer.forerun["statistics"]["conditional"]
+        assert report["exact"] and report["error"] == 0 and report["answers"] == 4
+        texts, _ = streamed(served.client().chat.completions.create(**sampling, extra_body=asked, stream=True))
+        assert [texts[index] for index in range(3)] == expected
+    plain: Any = served.client().chat.completions.create(**ASKED, extra_body=masked | {"forerun": {"statistics": True}})
+    assert plain.forerun["statistics"]["conditional"] is None
+    done = served.client().completions.create(model=NAME, prompt=["The keeper", "A ship"], extra_body=asked)
+    assert all(choice.text in masked["guided_choice"] for choice in done.choices)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({}, "the request has none"),
+        ({"guided_regex": "a+", "top_p": 0.5}, "top_p 0.5"),
+        ({"guided_json": {"enum": [1]}, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools beside"),
+        ({"guided_regex": "a+", "forerun": {"grammar_sampling": "exact"}}, "grammar_sampling"),
+    ],
+)
+def test_what_does_not_go_with_conditional_answers_is_refused(served: Running, given: dict[str, Any], named: str):
+    body = ASKED | {"forerun": {"grammar_sampling": "conditional"}} | given
+    assert named in error(served.post(CHAT, body), 400)["message"]
+
+
 def test_cached_tokens_and_statistics(served: Running, llm: LLM):
     long: Any = [{"role": "user", "content": "A keeper counts the ships, every one of them. " * 8}]
     asked = ASKED | {"messages": long, "extra_body": {"forerun": {"statistics": True, "speculation": "off"}}}

@@ -381,13 +381,14 @@ def test_names_that_are_no_address_are_refused(target: LLM) -> None:
 
 
 def test_keys_are_checked_before_a_connection_is_accepted(
-    small: LLM, target: LLM, monkeypatch: pytest.MonkeyPatch
+    small: LLM, target: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = ApiKeys.parse(f"one {hashlib.sha256(b'secret').hexdigest()} 2", "here")
     with running(small, DraftServeConfig(keys=keys)) as (_, port):
         name = f"remote:127.0.0.1:{port}"
         answers = ask(target, name)
         assert sum(answer.usage.drafted for answer in answers) == 0
+        assert "HTTP 401: the API key is missing or wrong: targets send it from FORERUN_DRAFT_KEY" in caplog.text
         with pytest.raises(InvalidStatus, match="401"):
             connect(f"ws://127.0.0.1:{port}")
         with pytest.raises(InvalidStatus, match="403"):  # a page of a browser

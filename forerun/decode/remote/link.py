@@ -66,6 +66,15 @@ def is_local(address: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
+def _problem(error: Exception) -> str:
+    """In the server's own words where it refused the connection: that a key is missing, or a limit reached."""
+    from websockets.exceptions import InvalidStatus
+
+    if isinstance(error, InvalidStatus) and (said := error.response.body):
+        return f"HTTP {error.response.status_code}: {said.decode('utf-8', 'replace').strip()}"
+    return f"{type(error).__name__}: {error}"
+
+
 class Link:
     """`on_frame` gets every frame but the first, `on_change` is called when the connection comes or goes; both in the
     link's thread."""
@@ -132,7 +141,7 @@ class Link:
                 await self._connected()
                 problem = "it closed the connection"
             except Exception as error:  # whatever a server does, drafts come from elsewhere or not at all
-                problem, garbage = f"{type(error).__name__}: {error}", isinstance(error, ProtocolError)
+                problem, garbage = _problem(error), isinstance(error, ProtocolError)
             self.welcome, self._outgoing = None, None
             self._attempted.set()
             self._on_change()
