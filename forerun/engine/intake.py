@@ -63,6 +63,8 @@ class Intake:
                 f"the prompt has {len(prompt_ids)} tokens, the KV pool holds {self.config.capacity} with the answer",
                 "shorten the prompt, or raise kv_cache_tokens",
             )
+        if params.stop and self.tokenizer is None:
+            raise BadRequest("stop strings need a tokenizer, this engine has none", "use stop_token_ids")
         if (params.speculation.drafter, params.speculation.verify) != ("off", "auto"):
             self.speculator.check(params)
         if not params.prefill.exact:

@@ -68,6 +68,8 @@ def test_ids_in_and_out_without_a_tokenizer(llm: LLM, tmp_path: Path) -> None:
     for sampling in ("masked", "conditional"):
         answer = llm.generate([OWN], grammar=Grammar.trie(path, sampling))[0]  # type: ignore[arg-type]
         assert list(answer.choices[0].token_ids)[:-1] in ([30, 31], [30, 32], [33])
+    with pytest.raises(BadRequest, match="stop strings need a tokenizer"):
+        llm.generate([1, 2, 3], stop="a")
     with pytest.raises(BadRequest, match="needs a tokenizer"):
         llm.generate([OWN], grammar=Grammar.regex("a"))
 
