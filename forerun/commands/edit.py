@@ -76,7 +76,8 @@ def edit(
         sys.stdout.write(done.diff)
     if as_json:
         print(json.dumps({"text": done.text, "diff": done.diff, "used": done.used, "why": done.why}))
-    print(f"used: {done.used} ({done.why}){'' if done.changed else '; nothing changed'}", file=sys.stderr)
+    way_out = "" if done.used == "rewrite" else ": say more, or use --mode rewrite"
+    print(f"used: {done.used} ({done.why}){'' if done.changed else '; nothing changed' + way_out}", file=sys.stderr)
     if stats:
         print(usage_lines(done.usage, "stop"), file=sys.stderr)
 

@@ -63,7 +63,7 @@ def test_write_replaces_the_file_whole(depot: tuple[Path, SimpleNamespace], caps
     assert json.loads(capsys.readouterr().out)["diff"] == DIFF and file.read_text() == NEW  # the JSON alone is printed
     script.write = lambda content, way: answer_for(NEW, NEW, "copy")
     assert run("edit", str(file), "Fix total.", "--write", "--mode", "copy") == 0
-    assert "nothing changed" in capsys.readouterr().err
+    assert "nothing changed: say more, or use --mode rewrite" in capsys.readouterr().err
     assert sorted(path.name for path in file.parent.iterdir()) == ["depot.py", "link.py"]
 
 
