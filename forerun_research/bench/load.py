@@ -93,14 +93,17 @@ def simulated_figures(
 ) -> dict[str, Any]:
     """The same of so many replicas: means of simulations that differ in which steps happened to be slow."""
     draws = [replace(setup, draw=draw) for draw in range(DRAWS)]
-    return _mean_of([figures(trace, simulate(trace, own, costs, turns), price_per_hour) for own in draws])
+    return mean_figures([figures(trace, simulate(trace, own, costs, turns), price_per_hour) for own in draws])
 
 
-def _mean_of(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def mean_figures(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of figures of the same trace."""
     made: dict[str, Any] = {}
     for name, first in found[0].items():
         values = [own[name] for own in found]
-        made[name] = _mean_of(values) if isinstance(first, dict) else first if isinstance(first, int) else mean(values)
+        made[name] = (
+            mean_figures(values) if isinstance(first, dict) else first if isinstance(first, int) else mean(values)
+        )
     return made
 
 

@@ -57,6 +57,7 @@ class SimulatedSetup:
     cache_tokens: int = 1 << 20  # of each replica
     max_running: int = 64
     draw: int = 0  # another number: other steps are the slow ones
+    sent: tuple[int, ...] = ()  # tokens of prompts that each replica has got before the trace: of idle ones the least
 
 
 def simulate(
@@ -95,6 +96,8 @@ class _Simulation:
         self.answers = [ReplayedAnswer(number) for number in range(len(trace))]
         first, limits = self.costs.of(1), (setup.cache_tokens, setup.max_running, setup.draw)
         self.replicas = [SimulatedReplica(f"{i:04d}", first, *limits) for i in range(setup.replicas)]
+        for replica, tokens in zip(self.replicas, setup.sent, strict=False):
+            replica.sent = tokens
         self.numbers = TokenNumbers()
         self.turns = [self._made_up(request) for request in trace] if turns is None else turns
         self.history: dict[str, list[int]] = defaultdict(list)  # tokens of a session so far

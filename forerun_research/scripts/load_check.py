@@ -5,8 +5,9 @@
 
 Each number of replicas is served by `forerun serve --replicas` with one thread each; a few requests of known lengths
 measure what steps cost while 1, 2 or all of them compute, before and after each replay of the trace with plain
-decoding, since machines change in minutes. `--runs 2` replays it once more with other questions: the mean of each
-figure counts, and what two runs differ by, no simulation can be blamed for. `--save` keeps what was measured, `--from`
+decoding, since machines change in minutes. How much text each replica has got by then is told to the simulation: the
+front chooses among idle ones by it. `--runs 2` replays it once more with other questions: the mean of each figure
+counts, and what two runs differ by, no simulation can be blamed for. `--save` keeps what was measured, `--from`
 compares it with the simulation as it is now, `--costs-of 4` at the costs that were measured beside four replicas, for
 all numbers of them. Nothing of the model is fitted to the trace. Needs `forerun[ray]` and a machine without other work.
 """
@@ -17,15 +18,19 @@ import argparse
 import asyncio
 import itertools
 import json
+import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from forerun.errors import BadRequest
 from forerun.loading import opened
-from forerun_research.bench.load import figures, simulated_figures, together
+from forerun_research.bench.load import figures, mean_figures, simulated_figures, together
 from forerun_research.bench.load_costs import Probes, probed, solved_together
 from forerun_research.bench.load_replay import replay
 from forerun_research.bench.load_served import served
@@ -34,6 +39,7 @@ from forerun_research.bench.load_targets import EndpointTarget, ReplayedAnswer
 from forerun_research.bench.load_trace import TraceRequest, TraceTexts, named_trace, turn_tokens
 
 WITHIN = 0.15
+METRICS_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -47,13 +53,15 @@ class MeasuredRun:
     turns: list[list[int]]  # tokens of its texts
     probes: dict[int, Probes]  # by the number of replicas that were asked at once
     answers: list[list[ReplayedAnswer]]  # of each replay
+    sent: list[list[int]]  # tokens of prompts that each replica had got before each replay: they decide ties
 
     def figures(self) -> list[dict[str, Any]]:
         return [figures(self.trace, answers, 0.0) for answers in self.answers]
 
     def simulated(self) -> dict[str, Any]:
         costs = solved_together(self.probes)
-        return simulated_figures(self.trace, SimulatedSetup(self.replicas, self.cores, 1), costs, turns=self.turns)
+        setups = [SimulatedSetup(self.replicas, self.cores, 1, sent=tuple(sent)) for sent in self.sent]
+        return mean_figures([simulated_figures(self.trace, own, costs, turns=self.turns) for own in setups])
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -94,12 +102,24 @@ def measured(model: str, replicas: int, names: list[str], cores: float, runs: in
         for at, name in enumerate(names):
             own = [numbered(named_trace(name), runs * at + run) for run in range(runs)]
             turns, answers, probes = turn_tokens(own[0], TraceTexts(), encode), list[list[ReplayedAnswer]](), before
+            sent = []
             for run, trace in enumerate(own):
+                sent.append(prompt_tokens(server.address))
                 answers.append(asyncio.run(replay(target, trace, TraceTexts(), (runs * at + run) * len(trace))))
                 before = probe()
                 probes = {count: probes[count].with_later(before[count]) for count in counts}
-            found.append(MeasuredRun(name, replicas, cores, own[0], turns, probes, answers))
+            found.append(MeasuredRun(name, replicas, cores, own[0], turns, probes, answers, sent))
     return found
+
+
+def prompt_tokens(address: str) -> list[int]:
+    """That each replica behind a front has got, in the order of their names."""
+    counts = Counter[str]()
+    with urllib.request.urlopen(f"{address}/metrics", timeout=METRICS_TIMEOUT_S) as response:
+        for family in text_string_to_metric_families(response.read().decode()):
+            for sample in family.samples if family.name == "forerun_prompt_tokens" else ():
+                counts[sample.labels["replica"]] += int(sample.value)
+    return [counts[name] for name in sorted(counts)]
 
 
 def at_costs_of(runs: list[MeasuredRun], replicas: int | None) -> list[MeasuredRun]:

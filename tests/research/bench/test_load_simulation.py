@@ -10,7 +10,7 @@ import pytest
 
 from forerun_research.bench.load import DRAWS, figures, simulated_figures, together
 from forerun_research.bench.load_replica import MAX_PIECE_TOKENS, NEAR_TOKENS, ReplicaCosts
-from forerun_research.bench.load_simulation import SharedCosts, SimulatedSetup, simulate
+from forerun_research.bench.load_simulation import SharedCosts, SimulatedSetup, _Simulation, simulate
 from forerun_research.bench.load_targets import ReplayedAnswer
 from forerun_research.bench.load_trace import SHIPPED, TraceRequest, TraceTexts, poisson, turn_tokens
 
@@ -188,6 +188,18 @@ def test_a_document_is_read_where_it_is_held_and_the_least_used_one_goes():
     assert all(a.cached_tokens < 100 for a in narrow)  # a few pages are left of the one before
     apart = simulate(trace, SimulatedSetup(2, 2, cache_tokens=2200), COSTS)
     assert [a.cached_tokens > 0 for a in apart] == [False, False, True, True, True, True]
+
+
+def test_of_idle_replicas_the_one_that_got_the_least_before_computes_new_documents():
+    trace = [one(arrival_s=float(i), document=name, prompt_tokens=1000) for i, name in enumerate("abc")]
+    beside = [one(arrival_s=0.001 + i, document="abc"[i], prompt_tokens=1000, max_tokens=30) for i in range(3)]
+
+    def firsts(sent: tuple[int, ...]) -> list[int]:
+        simulation = _Simulation([*trace, *beside], SimulatedSetup(2, 2, sent=sent), COSTS, None)
+        simulation.run()
+        return [sum(name in replica.routed for name in "abc") for replica in simulation.replicas]
+
+    assert firsts(()) == firsts((0, 0)) == [2, 1] and firsts((0, 100_000)) == [3, 0] and firsts((100_000, 0)) == [0, 3]
 
 
 def test_turns_of_a_session_follow_each_other_and_read_what_came_before():

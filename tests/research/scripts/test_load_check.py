@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from forerun_research.bench.load_replica import ReplicaCosts
 from forerun_research.bench.load_simulation import SimulatedSetup, simulate
 from forerun_research.bench.load_targets import ReplayedAnswer
 from forerun_research.bench.load_trace import TraceRequest, poisson
-from forerun_research.scripts.load_check import MeasuredRun, at_costs_of, numbered, report
+from forerun_research.scripts.load_check import MeasuredRun, at_costs_of, numbered, prompt_tokens, report
 
 COSTS = ReplicaCosts(0.01, 0.001, 0.001, 0.0)
 SLOW = replace(COSTS, several_s=0.02)
@@ -34,11 +35,19 @@ def run() -> MeasuredRun:
     trace = poisson(0.5, 20.0, 2, 300, 8, 2, 2.0)
     turns = [[7] * request.prompt_tokens for request in trace]
     real = simulate(trace, SimulatedSetup(1, 1.0, 1), {1: solved(probes)}, turns)
-    return MeasuredRun("made", 1, 1.0, trace, turns, {1: probes}, [real, real])
+    return MeasuredRun("made", 1, 1.0, trace, turns, {1: probes}, [real, real], [[0], [9]])
 
 
 def test_a_run_is_read_as_it_was_written(run: MeasuredRun):
     assert MeasuredRun.of_json(run.to_json()) == run
+
+
+def test_what_replicas_got_before_is_read_from_the_metrics(monkeypatch: pytest.MonkeyPatch):
+    samples = (("a", "pool", 5), ("b", "pool", 1), ("a", "computed", 7), ("b", "computed", 2))
+    lines = [f'forerun_prompt_tokens_total{{replica="{name}",source="{source}"}} {n}' for name, source, n in samples]
+    text = "\n".join(["# TYPE forerun_prompt_tokens_total counter", *lines, "forerun_replicas 2", ""])
+    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: io.BytesIO(text.encode()))
+    assert prompt_tokens("http://unused") == [12, 3]
 
 
 def test_a_simulation_that_is_right_is_within_and_one_that_is_not_is_told(
