@@ -171,6 +171,9 @@ class SimulatedReplica:
         self._batch: list[ScheduledSequence] = []
         self._draw = random.Random(f"{name} {draw}")
         self._rank = 0.0  # of the step that runs, among such steps by their seconds
+        self._step: tuple[ReplicaCosts, float] | None = (
+            None  # what that step takes, at the costs that were asked for last
+        )
         self.parts = StepParts()  # of that step
         self.left = 0.0  # of that step, as a share of it; 0: none runs
         self._began = 0.0
@@ -200,12 +203,15 @@ class SimulatedReplica:
     def begin_step(self, now: float) -> None:
         self._batch, self._began = self._scheduler.schedule(), now
         self.parts = StepParts.of(self._batch, self._warm, now - self._ended)
-        self.left, self._rank = 1.0, self._draw.random()
+        self.left, self._rank, self._step = 1.0, self._draw.random(), None
 
     def step_s(self, costs: ReplicaCosts) -> float:
         """Of the step that runs, at these costs."""
-        seconds = self.parts.seconds(costs)
-        return max(LEAST_SHARE * seconds, seconds + costs.spread[int(self._rank * len(costs.spread))])
+        if self._step is None or self._step[0] is not costs:
+            seconds = self.parts.seconds(costs)
+            spread = costs.spread[int(self._rank * len(costs.spread))]
+            self._step = costs, max(LEAST_SHARE * seconds, seconds + spread)
+        return self._step[1]
 
     def finish_step(self, now: float, numbers: TokenNumbers) -> list[tuple[ReplayedAnswer, list[int]]]:
         """Answers that ended with it, and all of their tokens."""

@@ -158,6 +158,8 @@ class _Simulation:
 
     def _costs(self, replica: SimulatedReplica, running: Sequence[SimulatedReplica]) -> ReplicaCosts:
         """Of a replica while others compute. Those that do the other, decode or compute prompts, count by a share."""
+        if not self.shared and self.setup.cores >= self.setup.threads * self.setup.replicas:
+            return self.costs.of(1.0)  # each has its own
         computing = {own.name: own for own in (*running, replica)}.values()
         if not self.shared:  # they share the cores equally
             return self.costs.of(max(1.0, len(computing) * self.setup.threads / self.setup.cores))
