@@ -42,6 +42,13 @@ FIRST_ASKED = "/ray.rpc.NodeInfoGcsService/GetClusterId"  # of a head, by every 
 OBJECT_STORE_BYTES = 100 << 20  # nothing large is stored there; Ray's least is 75 MB
 QUIET_LOGS = {"log_level": "WARNING", "enable_access_log": False}
 START_LOGS = QUIET_LOGS | {"log_level": "CRITICAL"}  # of a Ray of our own: why replicas do not start is one error
+# What Ray prints of a controller that has ended as it was asked to: it had been asked more than once
+ENDED = r"Task ServeController\.\w+ failed\..* killed by `ray\.kill`"
+LOG_SETTINGS = {  # of lines of replicas in the log of the front
+    "RAY_DISABLE_WORKER_LOG_PREFIX": "1",  # those of replicas have their name, and may be JSON
+    "RAY_DEDUP_LOGS_ALLOW_REGEX": f"^(?!{ENDED})",  # else only one of those that differ in numbers is printed
+    "RAY_DEDUP_LOGS_SKIP_REGEX": f"^{ENDED}",
+}
 MAX_START_TRIES = 3  # of a replica that cannot open its model
 LOOK_BACK_S = 15.0  # that open requests are averaged over; Ray counts them every 10 s
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 30.0
@@ -62,6 +69,8 @@ class Scale:
 
 def load_ray() -> tuple[Any, Any]:
     """Ray and its Serve; an error that names the way out where there is none, or another one."""
+    for name, value in LOG_SETTINGS.items():
+        os.environ.setdefault(name, value)  # read when Ray is imported
     try:
         ray, serve = import_module("ray"), import_module("ray.serve")
     except ImportError as error:

@@ -41,7 +41,7 @@ class ReplicaSettings:
 class EngineReplica:
     def __init__(self, settings: ReplicaSettings, name: str = "") -> None:
         os.environ.update(settings.env)
-        configure_logs(settings.log_format)
+        configure_logs(settings.log_format, name)
         self.name = name
         self.llm = LLM(**settings.llm)
         own = replace(settings.config, keys=None, cors_origins=(), allowed_hosts=("*",), max_queue=settings.max_open)

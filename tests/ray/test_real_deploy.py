@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -68,17 +69,44 @@ def test_replicas_come_with_the_queue_and_go_without(tiny_folder: Callable[[str]
         assert made.post(CHAT, ASKED).status_code == 200
 
 
-def test_replicas_that_cannot_start_are_one_line_and_nothing_is_left(
-    tiny_folder: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+def command(folder: Path, *options: str) -> list[str]:
+    """`forerun serve` over replicas, as a process of its own: how to print their lines Ray reads when imported."""
+    own = ["--dtype", "float32", "--threads", "1", "--port", "0", "--name", NAME]
+    return [sys.executable, "-m", "forerun", "serve", "--model", str(folder), *own, *options]
+
+
+def test_replicas_that_cannot_start_are_one_line_and_nothing_is_left(tiny_folder: Callable[[str], Path]):
+    asked = command(tiny_folder("qwen3"), "--replicas", "1", "--kv-cache-tokens", "16")
+    ended = subprocess.run(asked, capture_output=True, text=True, timeout=CHANGE_S)
+    why = "error: the replicas did not start: kv_cache_tokens is 16, less than two pages of 16\nhint: raise it\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", why)
+
+
+def test_the_log_of_replicas_has_a_line_of_each_request_and_nothing_else(
+    tiny_folder: Callable[[str], Path], tmp_path: Path
 ):
-    llm = {"model": str(tiny_folder("qwen3")), "max_num_seqs": 4} | TINY | {"kv_cache_tokens": 1}
-    with (
-        pytest.raises(ForerunError, match="the replicas did not start: kv_cache_tokens"),
-        replica_service(llm, ServeConfig(NAME), Scale(1, cpus=0.5), None),
-    ):
-        pass
-    assert not ray.is_initialized()
-    assert "Traceback" not in "".join(capfd.readouterr())
+    """As objects, with the replica's name; and of a server that ends as it was asked to no line of Ray's."""
+    asked = command(tiny_folder("qwen3"), "--replicas", "2", "--kv-cache-tokens", "2048", "--log-format", "json")
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(asked, stdout=log, stderr=log)
+    lines = list[str]()
+
+    def written() -> list[str]:
+        lines[:] = (tmp_path / "log").read_text().splitlines()
+        return lines
+
+    try:
+        wait_for(lambda: any(" is ready at " in line for line in written()), CHANGE_S)
+        url = lines[0].partition(" is ready at ")[2].partition("/v1")[0]
+        ids = [f"ann-{number}" for number in range(12)]
+        for name in ids:
+            assert httpx.post(url + CHAT, json=ASKED, headers={"x-request-id": name}, timeout=60).status_code == 200
+        wait_for(lambda: len(written()) == 1 + len(ids), CHANGE_S)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(CHANGE_S) == 0
+    found = [json.loads(line) for line in written()[1:]]
+    assert sorted(entry["request_id"] for entry in found) == sorted(ids) and all(entry["replica"] for entry in found)
 
 
 def test_a_disk_tier_that_cannot_be_had_starts_no_ray(tiny_folder: Callable[[str], Path], tmp_path: Path):
