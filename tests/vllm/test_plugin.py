@@ -176,6 +176,22 @@ def test_requests_that_end_while_they_are_drafted_free_their_blocks(vllm: VllmEn
     assert last.kv_transfer_params["forerun"]["approximate"]
 
 
+def test_drafted_prompts_that_are_preempted_go_on_exactly(folder: Path, profile_path: Path) -> None:
+    """With fewer blocks than all answers need: what vLLM computes again is exact, and no plain answer changes."""
+    prompts, options = [prompt(900 + seed, 500) for seed in range(4)], [None, DRAFTED] * 2
+    own = {"profile": str(profile_path), "min_prompt_tokens": MIN_PROMPT_TOKENS, "staging_tokens": 4096}
+    with open_vllm(folder, {"num_gpu_blocks_override": 70, "enable_prefix_caching": False}, **own) as vllm:
+        alone = [vllm.generate([ids], [each], 90)[0].tokens for ids, each in zip(prompts, options, strict=True)]
+        answers = vllm.generate(prompts, options, 90)
+        changed = [n for n, answer in enumerate(answers) if answer.tokens != alone[n]]
+        assert changed and all(options[n] is DRAFTED for n in changed), changed
+        for n in changed:
+            found = answers[n].tokens
+            same = next(at for at, token in enumerate(found) if token != alone[n][at])
+            exact = vllm.generate([[*prompts[n], *found[:same]]], [None], 90 - same)[0]
+            assert found[same:] == exact.tokens
+
+
 def test_chunks_of_earlier_prompts(vllm: VllmEngine) -> None:
     """A prompt met before with some tokens inserted: what comes after them is copied to its new place."""
     old, chunked = prompt(50, 900), {"source": "chunk"}
