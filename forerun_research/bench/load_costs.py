@@ -99,10 +99,10 @@ async def probed(target: LoadTarget, texts: TraceTexts, busy: int = 1, time: int
     brief = [await ask(each, ANSWER_TOKENS, BRIEF) for _ in range(TRIES)]
     longer = [await ask(each, 2, MIDDLE)]
     middle = [await ask(each, ANSWER_TOKENS, MIDDLE) for _ in range(TRIES)]
-    rested = [await answered(requests(each, 2, MIDDLE, RESTED_S)) for _ in range(TRIES)]
+    rested = [await answered(requests(each, 2, MIDDLE, RESTED_S)) for _ in range(2 * TRIES)]
     apart = 4 * max(answer.first_s for own in middle for answer in own)  # one has ended when the next one comes
     questions = [own for i in range(QUESTIONS) for own in requests(each, 2, MIDDLE, (i + 0.5) * apart)]
-    beside = await answered(requests(each, 2 * ROW_TOKENS, MIDDLE) + questions)
+    beside = [await answered(requests(each, 2 * ROW_TOKENS, MIDDLE) + questions) for _ in range(TRIES)]
     longer.append(await ask(each, 2, WHOLE))
     warm = [await ask(each, ANSWER_TOKENS, WHOLE) for _ in range(TRIES)]
     two = [await ask([*each] * 2, ANSWER_TOKENS, BRIEF) for _ in range(TRIES)]
@@ -113,7 +113,7 @@ async def probed(target: LoadTarget, texts: TraceTexts, busy: int = 1, time: int
     for answering, growing in [*halves, *(own[::-1] for own in halves)]:
         grown = requests(growing, 2, GROWN, STREAMING_S)
         mixed.append(await answered(requests(answering, 2 * ROW_TOKENS, WHOLE) + grown))
-    return Probes(busy, brief, longer, middle, warm, two, [many], [attending], rested, [beside], mixed)
+    return Probes(busy, brief, longer, middle, warm, two, [many], [attending], rested, beside, mixed)
 
 
 def solved_together(probes: Mapping[int, Probes]) -> dict[int, ReplicaCosts]:

@@ -83,13 +83,13 @@ def test_an_answer_without_a_limit_has_a_quarter_of_the_pool(
 ):
     """Whatever the context holds; one that is named is kept."""
     asked: list[int] = []
-    request = llm.request
+    request = llm.driver.request
 
-    def seen(ids: list[int], params: SamplingParams, session: str | None = None) -> Any:
+    def seen(ids: list[int], params: SamplingParams, *more: Any, **named: Any) -> Any:
         asked.append(params.max_tokens)
-        return request(ids, replace(params, max_tokens=2), session)
+        return request(ids, replace(params, max_tokens=2), *more, **named)
 
-    monkeypatch.setattr(llm, "request", seen)
+    monkeypatch.setattr(llm.driver, "request", seen)
     monkeypatch.setattr(type(llm.engine.config), "capacity", 1000)
     for limit in ({"max_tokens": None}, {"max_tokens": 700}, {"max_tokens": None, "max_completion_tokens": 600}):
         assert served.post(CHAT, ASKED | limit).status_code == 200

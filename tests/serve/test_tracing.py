@@ -122,10 +122,10 @@ def test_refusals_have_a_span(traced: Running, exported: InMemorySpanExporter, c
 
 
 def test_failures_are_errors(traced: Running, exported: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch):
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **named: Any) -> None:
         raise RuntimeError(SECRET)
 
-    monkeypatch.setattr(traced.llm, "request", fail)
+    monkeypatch.setattr(traced.llm.driver, "request", fail)
     response = traced.post(CHAT, ASKED)
     assert response.status_code == 500 and SECRET not in response.text
     root = spans(exported)[f"POST {CHAT}"]

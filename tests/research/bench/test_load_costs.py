@@ -76,7 +76,7 @@ async def test_the_costs_of_simulated_replicas_are_found_again(busy: int, monkey
     found = await probes.costs_found(monkeypatch)
     known = KNOWN if busy == 1 else slower
     mixed = busy if busy > 1 else 0
-    assert len(probes.trace) == busy * (1 + 7 * TRIES + 2 + 2 * ROWS + 1 + QUESTIONS + mixed)
+    assert len(probes.trace) == busy * (1 + 8 * TRIES + 2 + 2 * ROWS + TRIES * (1 + QUESTIONS) + mixed)
     assert {request.prompt_tokens for request in probes.trace} == {BRIEF, MIDDLE, WHOLE} | ({GROWN} if mixed else set())
     for name, within in TIMES:
         assert getattr(found, name) == pytest.approx(getattr(known, name), rel=within), name
