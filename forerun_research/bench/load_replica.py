@@ -171,9 +171,7 @@ class SimulatedReplica:
         self._batch: list[ScheduledSequence] = []
         self._draw = random.Random(f"{name} {draw}")
         self._rank = 0.0  # of the step that runs, among such steps by their seconds
-        self._step: tuple[ReplicaCosts, float] | None = (
-            None  # what that step takes, at the costs that were asked for last
-        )
+        self._step: tuple[ReplicaCosts, float] | None = None  # costs that were asked for last, what it takes at those
         self.parts = StepParts()  # of that step
         self.left = 0.0  # of that step, as a share of it; 0: none runs
         self._began = 0.0
